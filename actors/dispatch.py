@@ -1,0 +1,169 @@
+"""One stream over the pool: chunks go out to the least loaded actor, tables come back as they finish."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.finished import RemoteFinished, aborted
+from actors.remote import LOST, fetch, first_line
+from actors.slot import ActorSlot
+from rollout.backend import SampleRequest
+from storage.trace import RoutingSpec
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is in flight.
+
+    A chunk is a few prompts, asked of one actor in one call; `outstanding_chunks` calls at most run per actor and
+    stream; each holds at most `tables_in_flight` tables that nobody took. `max_attempts` actors may die over one chunk.
+    """
+
+    chunk_samples: int = 16
+    outstanding_chunks: int = 6
+    tables_in_flight: int = 4
+    max_attempts: int = 3
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    requests: tuple[SampleRequest, ...]
+    attempt: int = 1
+
+
+class _Call:
+    """A chunk being sampled: what has not arrived yet, and a table whose sample ids are still to come."""
+
+    def __init__(self, slot: ActorSlot, chunk: _Chunk, tables_in_flight: int) -> None:
+        self.slot, self.chunk = slot, chunk
+        self.handle = slot.handle
+        self.pending = {request.sample_id: request for request in chunk.requests}
+        self.table: Any = None
+        method = self.handle.stream.options(
+            num_returns="streaming", _generator_backpressure_num_objects=2 * tables_in_flight
+        )
+        self.items = method.remote(chunk.requests)
+        slot.assigned(len(self.pending))
+
+    def advance(self) -> RemoteFinished | None:
+        """Take the next item, which is there: a table, then its sample ids, which complete it."""
+        ref = next(self.items, None)
+        if ref is None:
+            fetch(self.table)  # a failed call ends with its error where a table would be
+            raise RuntimeError(
+                f"generator actor {self.slot.index} ended without samples {sorted(self.pending)}"
+            )
+        if self.table is None:
+            self.table = ref
+            return None
+        finished, self.table = RemoteFinished(self.table, fetch(ref)), None
+        before = len(self.pending)
+        for sample_id in finished.sample_ids:
+            self.pending.pop(sample_id, None)
+        self.slot.arrived(before - len(self.pending))
+        return finished
+
+    def cancel(self) -> None:
+        """Abort what is left; the actor stops sampling it."""
+        ray.cancel(self.items)
+        self.slot.assigned(-len(self.pending))
+
+
+class Dispatch:
+    """The state of one `ActorPool.stream` call."""
+
+    def __init__(
+        self,
+        slots: Sequence[ActorSlot],
+        requests: Sequence[SampleRequest],
+        limits: Limits,
+        spec: RoutingSpec,
+        closed: threading.Event,
+    ) -> None:
+        self._slots, self._limits, self._spec, self._closed = slots, limits, spec, closed
+        self._missing = {request.sample_id for request in requests}
+        if len(self._missing) != len(requests):
+            raise ValueError(
+                f"{len(requests)} requests share {len(self._missing)} sample ids; each must be unique"
+            )
+        size = min(limits.chunk_samples, -(-len(requests) // len(slots)))
+        self._waiting = deque(
+            _Chunk(tuple(requests[i : i + size])) for i in range(0, len(requests), size or 1)
+        )
+        self._calls: list[_Call] = []
+
+    def run(self) -> Iterator[RemoteFinished]:
+        """Yield every sample once. Closing the iterator cancels what is still being sampled."""
+        try:
+            while self._missing:
+                if self._closed.is_set():
+                    yield from self._abort_waiting()
+                else:
+                    self._submit()
+                for item in self._ready():
+                    yield from self._advance(item)
+        finally:
+            for call in self._calls:
+                call.cancel()
+
+    def _submit(self) -> None:
+        while self._waiting and (slot := self._least_loaded()) is not None:
+            self._calls.append(_Call(slot, self._waiting.popleft(), self._limits.tables_in_flight))
+
+    def _least_loaded(self) -> ActorSlot | None:
+        running = [call.slot for call in self._calls]
+        free = [s for s in self._slots if running.count(s) < self._limits.outstanding_chunks and s.is_ready()]
+        return min(free, key=lambda slot: slot.outstanding, default=None)
+
+    def _ready(self) -> list[_Call]:
+        """The calls that have an item; waits for the first, or for an actor that is still loading."""
+        loading = [slot.loading for slot in self._slots if self._waiting and slot.loading is not None]
+        refs = [call.items for call in self._calls] + loading
+        if not refs:
+            return []
+        ray.wait(refs, num_returns=1, fetch_local=False)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return [call for call in self._calls if any(call.items is ref for ref in ready)]
+
+    def _advance(self, call: _Call) -> Iterator[RemoteFinished]:
+        try:
+            finished = call.advance()
+        except LOST as error:
+            self._resubmit(call, error)
+            return
+        if not call.pending:
+            self._calls.remove(call)
+        if finished is not None:
+            yield from self._first_arrivals(finished)
+
+    def _first_arrivals(self, finished: RemoteFinished) -> Iterator[RemoteFinished]:
+        new = [sample_id for sample_id in finished.sample_ids if sample_id in self._missing]
+        self._missing.difference_update(new)
+        if len(new) == len(finished.sample_ids):
+            yield finished
+        elif new:
+            yield finished.only(new)
+
+    def _resubmit(self, call: _Call, error: BaseException) -> None:
+        """Queue what the dead actor still owed, first in line, and see to a new actor."""
+        self._calls.remove(call)
+        call.slot.assigned(-len(call.pending))
+        if call.chunk.attempt >= self._limits.max_attempts and not self._closed.is_set():
+            raise RuntimeError(
+                f"{call.chunk.attempt} actors died over samples {sorted(call.pending)}; "
+                f"the last error, of generator actor {call.slot.index}: {first_line(error)}"
+            ) from error
+        self._waiting.appendleft(_Chunk(tuple(call.pending.values()), call.chunk.attempt + 1))
+        call.slot.replace(call.handle, error)
+
+    def _abort_waiting(self) -> Iterator[RemoteFinished]:
+        """The pool was closed: requests that no actor began end as such."""
+        while self._waiting:
+            chunk = self._waiting.popleft()
+            yield from self._first_arrivals(aborted(chunk.requests, self._spec))

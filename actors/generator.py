@@ -1,0 +1,117 @@
+"""The generator actor: an engine in its own process that answers with a stream of Arrow tables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+import ray
+
+from actors.packing import pack
+from rollout.backend import Backend, ModelInfo, SampleRequest
+
+CONCURRENT_STREAMS = 16
+
+
+class EngineBackend(Backend, Protocol):
+    """A Backend whose requests can be ended from another thread than the one that waits for them."""
+
+    def abort(self, sample_ids: Collection[str]) -> None:
+        """End these requests now, with finish_reason "abort"; ids that are not running are ignored."""
+
+
+def local_backend(model: str, **engine_options: Any) -> EngineBackend:
+    """The default of `backend_factory`: the project's own engine."""
+    from rollout.local_backend import LocalBackend
+
+    return LocalBackend(model, **engine_options)
+
+
+class Generator:
+    """An engine that is loaded, asked and stopped by plain calls. It needs no Ray; `GeneratorActor` runs it in an actor.
+
+    >>> generator = Generator("rollout/tiny_moe", {"dtype": "float32"})
+    >>> generator.load().spec.row_shape
+    (8, 2)
+    >>> sum(table.num_rows for table in generator.generate(requests)) == len(requests)
+    True
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine_options: dict[str, Any] | None = None,
+        backend_factory: Callable[..., EngineBackend] = local_backend,
+    ) -> None:
+        self._model = model
+        self._engine_options = engine_options or {}
+        self._backend_factory = backend_factory
+        self._backend: EngineBackend | None = None
+
+    @ray.method(concurrency_group="control")
+    def load(self, weights: Any = None, version: int = 0) -> ModelInfo:
+        """Load the model, then `weights` on top of it if given. Not part of `__init__`, so that errors keep their type."""
+        backend = self._backend_factory(self._model, **self._engine_options)
+        if weights is not None:
+            backend.update_weights(weights, version)
+        self._backend = backend
+        return backend.info
+
+    def generate(
+        self, requests: Sequence[SampleRequest], stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[pa.Table]:
+        """Yield finished traces as tables of about 1 MB, sooner when nothing else is finished.
+
+        Closing the iterator, or `stopped()` becoming true, aborts the rest of the requests.
+        """
+        backend = self._loaded()
+        sample_ids = [request.sample_id for request in requests]
+        return pack(backend.stream(requests), abort=lambda: backend.abort(sample_ids), stopped=stopped)
+
+    @ray.method(concurrency_group="control")
+    def update_weights(self, source: Any, version: int) -> None:
+        """See `Backend.update_weights`."""
+        self._loaded().update_weights(source, version)
+
+    @ray.method(concurrency_group="control")
+    def info(self) -> ModelInfo:
+        """Facts of the loaded model; answers while sampling."""
+        return self._loaded().info
+
+    @ray.method(concurrency_group="control")
+    def health(self) -> dict[str, Any]:
+        """`{"pid": 4711, "loaded": True}`; answers while sampling."""
+        return {"pid": os.getpid(), "loaded": self._backend is not None}
+
+    @ray.method(concurrency_group="control")
+    def close(self) -> None:
+        """Stop the engine; running streams end with finish_reason "abort"."""
+        if self._backend is not None:
+            self._backend.close()
+
+    def _loaded(self) -> EngineBackend:
+        if self._backend is None:
+            raise RuntimeError(f"the generator of {self._model!r} has no model yet: call load() first")
+        return self._backend
+
+
+class _GeneratorActor(Generator):
+    @ray.method(concurrency_group="generate")
+    def stream(self, requests: Sequence[SampleRequest]) -> Iterator[pa.Table | list[str]]:
+        """Yield each table of `generate` followed by its sample ids, so that the pool need not fetch the table."""
+        stopped = ray.get_runtime_context().is_canceled
+        with contextlib.closing(self.generate(requests, stopped)) as tables:
+            for table in tables:
+                yield table
+                yield table["sample_id"].to_pylist()
+
+
+GeneratorActor = ray.remote(
+    concurrency_groups={"control": 2, "generate": CONCURRENT_STREAMS}, max_restarts=0, max_task_retries=0
+)(_GeneratorActor)
+"""`Generator` in an actor. Control calls answer while it samples. Ray never restarts it by itself: it would come back with
+the checkpoint's weights and could sample with them before the pool applied the current ones; nor does Ray repeat a call,
+which would splice two different samplings (`ActorPool` replaces a dead actor and resubmits what is missing)."""

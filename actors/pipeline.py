@@ -1,0 +1,96 @@
+"""`python -m actors.pipeline --config run.toml`: prompts in, S committed steps of traces out, resumable."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.config import PipelineConfig, load_config
+from actors.prompts import Prompt, prompts_of_step, read_prompts
+from storage.manifest import committed_steps
+
+logger = logging.getLogger("actors.pipeline")
+
+
+def ray_client(config: PipelineConfig) -> Any:
+    """The client that a config describes."""
+    from rollout.client import RolloutClient
+
+    return RolloutClient.ray(
+        config.model,
+        traces=config.traces,
+        run=config.run,
+        **config.actors.model_dump(),
+        **config.engine.model_dump(),
+    )
+
+
+def run(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any] = ray_client) -> list[int]:
+    """Sample and commit every step that the dataset does not hold yet; return the steps done now.
+
+    >>> run(load_config("examples/pipeline.toml"))
+    [0, 1, 2, 3]
+    """
+    prompts = read_prompts(config.prompts)
+    prompts_of_step(prompts, 0, config.prompts_per_step)  # refuses too many before anything starts
+    with make_client(config) as client:
+        committed = set(committed_steps(Path(config.traces)))
+        todo = [step for step in range(config.steps) if step not in committed]
+        logger.info("%s: %d of %d steps are committed", config.traces, config.steps - len(todo), config.steps)
+        for step in todo:
+            _run_step(client, config, step, prompts_of_step(prompts, step, config.prompts_per_step))
+    return todo
+
+
+def _run_step(client: Any, config: PipelineConfig, step: int, prompts: Sequence[Prompt]) -> None:
+    """Sample one step; it is committed when its stream ends, and not at all when a sample failed."""
+    started, tokens, samples = time.monotonic(), 0, len(prompts) * config.num_samples
+    stream = client.stream(
+        [prompt.prompt for prompt in prompts],
+        num_samples=config.num_samples,
+        sampling_params=config.sampling,
+        step=step,
+        prompt_keys=[prompt.key for prompt in prompts],
+    )
+    with contextlib.closing(stream), _progress(samples, f"step {step}") as bar:
+        for trace in stream:
+            if trace.finish_reason == "error":
+                raise RuntimeError(
+                    f"step {step} is not committed: sample {trace.sample_id} failed: {trace.error}"
+                )
+            tokens += len(trace.completion_ids)
+            bar.update()
+    seconds = time.monotonic() - started
+    logger.info("step %d: %d samples, %.0f completion tokens/s, committed", step, samples, tokens / seconds)
+
+
+def _progress(total: int, label: str) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=label, unit="sample", disable=not sys.stderr.isatty(), leave=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Ends with exit code 1 and one line when something is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m actors.pipeline", description=__doc__)
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML, see examples/pipeline.toml")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        done = run(load_config(options.config))
+    except Exception as error:
+        if options.traceback:
+            raise
+        parser.exit(1, f"error: {' '.join(str(error).split())}\n")
+    logger.info("done: %d steps in this run", len(done))
+
+
+if __name__ == "__main__":
+    main()

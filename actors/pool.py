@@ -1,0 +1,204 @@
+"""A pool of generator actors behind the same protocol as an engine in process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.dispatch import Dispatch, Limits
+from actors.generator import EngineBackend, GeneratorActor, local_backend
+from actors.remote import LOST, ensure_ray, fetch
+from actors.slot import ActorSlot
+from rollout.backend import Finished, ModelInfo, SampleRequest
+from rollout.config import EngineOptions
+
+logger = logging.getLogger(__name__)
+
+WARN_SECONDS = 30.0
+CLOSE_SECONDS = 3.0
+
+
+class ActorPool:
+    """Spreads requests over N generator actors by load; survives their death. Implements `rollout.backend.Backend`.
+
+    >>> pool = ActorPool("rollout/tiny_moe", num_actors=2, engine_options={"dtype": "float32"})
+    >>> sum(len(finished.sample_ids) for finished in pool.stream(requests)) == len(requests)
+    True
+
+    Args:
+        model: local path or hub id; a local path must exist on every node.
+        num_actors: engines, each with a model of its own.
+        engine_options: passed to the backend.
+        num_cpus, num_gpus, resources, runtime_env: Ray's, per actor. Without `num_threads` in the engine options an
+            actor computes with one thread.
+        backend_factory: called as `backend_factory(model, **engine_options)` in the actor.
+        limits: bounds of what is in flight; by default sized so that `max_running_requests` stay busy.
+
+    Raises:
+        Exception: what loading the model raised in an actor, in its own type and words.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        num_actors: int = 1,
+        engine_options: Mapping[str, Any] | None = None,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        resources: Mapping[str, float] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        backend_factory: Callable[..., EngineBackend] = local_backend,
+        limits: Limits | None = None,
+    ) -> None:
+        if num_actors < 1:
+            raise ValueError(f"num_actors is {num_actors}, need at least 1")
+        ensure_ray()
+        engine_options = dict(engine_options or {})
+        self._limits = limits or _limits_for(engine_options)
+        self._make_actor = GeneratorActor.options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            resources=dict(resources or {}),
+            runtime_env=_one_thread(runtime_env or {}, engine_options),
+        )
+        self._actor_args = (absolute_if_local(model), engine_options, backend_factory)
+        self._weights: tuple[Any, int] = (None, 0)
+        self._streams = 0
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._slots = [
+            ActorSlot(index, self._start, self._limits.max_attempts) for index in range(num_actors)
+        ]
+        try:
+            self._info: ModelInfo = [self._await_loaded(slot) for slot in self._slots][0]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts of the model the actors loaded."""
+        return self._info
+
+    def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
+        """Yield `RemoteFinished`, each sample once, as they finish. Closing the generator aborts the rest.
+
+        Raises:
+            RuntimeError: when actors keep dying over the same samples; naming the last error.
+            Exception: what an actor's engine raised, in its own type and words.
+        """
+        with self._changed:
+            self._check_open()
+            self._streams += 1
+        try:
+            yield from Dispatch(self._slots, requests, self._limits, self._info.spec, self._closed).run()
+        finally:
+            with self._changed:
+                self._streams -= 1
+                self._changed.notify_all()
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """Replace the weights of all actors, or of none when they do not fit. The source is stored once, for all.
+
+        An actor that dies meanwhile is replaced by one with the new weights.
+
+        Raises:
+            RuntimeError: while a stream is running.
+            Exception: why the actors refused, in its own type and words.
+        """
+        with self._changed:
+            self._check_open()
+            if self._streams:
+                raise RuntimeError(
+                    f"{self._streams} streams are running; finish or close them before update_weights"
+                )
+            for slot in self._slots:
+                self._await_loaded(slot)
+            self._update_all((_shareable(source), version))
+
+    def close(self) -> None:
+        """Stop the actors. Running streams end with finish_reason "abort"."""
+        if self._closed.is_set() or not ray.is_initialized():
+            return
+        self._closed.set()
+        closing = [slot.handle.close.remote() for slot in self._slots]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        with self._changed:
+            self._changed.wait_for(lambda: self._streams == 0, timeout=CLOSE_SECONDS)
+        for slot in self._slots:
+            slot.close()
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("this ActorPool is closed; make a new one")
+
+    def _start(self) -> tuple[Any, Any]:
+        """Begin an actor with the current weights: its handle and the reference of its `load`."""
+        handle = self._make_actor.remote(*self._actor_args)
+        return handle, handle.load.remote(*self._weights)
+
+    def _await_loaded(self, slot: ActorSlot) -> ModelInfo:
+        while not slot.is_ready():
+            if not ray.wait([slot.loading], timeout=WARN_SECONDS, fetch_local=False)[0]:
+                logger.warning(
+                    "generator actor %d is not loaded yet; the cluster has %s left, see `ray status`",
+                    slot.index,
+                    ray.available_resources(),
+                )
+        return fetch(slot.handle.info.remote())
+
+    def _update_all(self, weights: tuple[Any, int]) -> None:
+        handles = [slot.handle for slot in self._slots]
+        errors = [_error_of(ref) for ref in [handle.update_weights.remote(*weights) for handle in handles]]
+        taken = None in errors
+        if taken:
+            self._weights = weights
+        for slot, handle, error in zip(self._slots, handles, errors, strict=True):
+            if error is not None and (taken or isinstance(error, LOST)):
+                slot.replace(handle, error)
+        if not taken:
+            raise next((error for error in errors if not isinstance(error, LOST)), errors[0])  # type: ignore[misc]
+
+
+def absolute_if_local(path: str | Path) -> str:
+    """An existing local path made absolute, since actors have another working directory; anything else unchanged."""
+    return str(Path(path).resolve()) if Path(path).exists() else str(path)
+
+
+def _error_of(ref: Any) -> Exception | None:
+    try:
+        fetch(ref)
+    except Exception as error:
+        return error
+    return None
+
+
+def _shareable(source: Any) -> Any:
+    """One object-store copy of a state dict, on the CPU, for all actors; a path stays a path."""
+    if isinstance(source, str | Path):
+        return absolute_if_local(source)
+    return ray.put(
+        {
+            name: tensor.detach().cpu() if hasattr(tensor, "detach") else tensor
+            for name, tensor in source.items()
+        }
+    )
+
+
+def _limits_for(engine_options: Mapping[str, Any]) -> Limits:
+    """Half more samples outstanding per actor than it runs at once, in chunks of a quarter."""
+    running = engine_options.get(
+        "max_running_requests", EngineOptions.model_fields["max_running_requests"].default
+    )
+    return Limits(chunk_samples=max(1, running // 4), outstanding_chunks=6)
+
+
+def _one_thread(runtime_env: Mapping[str, Any], engine_options: Mapping[str, Any]) -> dict[str, Any]:
+    threads = str(engine_options.get("num_threads", 1))
+    return {**runtime_env, "env_vars": {"OMP_NUM_THREADS": threads, **runtime_env.get("env_vars", {})}}

@@ -1,0 +1,38 @@
+"""Small facts of Ray that the pool and the sink share: which errors mean a dead process, and how to get at the original one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import NodeDiedError, RayActorError, RayTaskError, WorkerCrashedError
+
+LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
+"""The process that ran the task is gone; the work may be given to another."""
+
+
+def fetch(ref: Any) -> Any:
+    """`ray.get(ref)`, raising what the remote code raised, in its own type and words, instead of Ray's wrapping of it."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from error
+
+
+def first_line(error: BaseException) -> str:
+    """An error as one line: `ActorDiedError: The actor died unexpectedly before finishing this task.`"""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def ensure_ray() -> None:
+    """Connect to the cluster that RAY_ADDRESS names (a Ray job sets it), else start a local one; no-op when connected.
+
+    The local cluster has no dashboard, which would listen on a port without authentication.
+    """
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address="auto")
+    else:
+        ray.init(address="local", include_dashboard=False)

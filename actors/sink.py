@@ -1,0 +1,143 @@
+"""The trace writer as an actor, and the recorder that feeds it references instead of tables."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.remote import LOST, fetch, first_line
+from rollout.backend import Finished
+from storage.schema import set_rewards
+from storage.trace import RoutingSpec
+from storage.writer import TraceWriter
+
+logger = logging.getLogger(__name__)
+
+OUTSTANDING_WRITES = 16
+
+
+class SinkDiedError(RuntimeError):
+    """The process that wrote the dataset is gone. Committed steps are intact."""
+
+
+class Sink:
+    """One TraceWriter, opened by a call of its own, so that its errors keep their type. `TraceSink` runs it in an actor."""
+
+    def __init__(self, root: str, spec: RoutingSpec) -> None:
+        self._root, self._spec = root, spec
+
+    def open(self) -> None:
+        """Open the dataset for writing."""
+        self._writer = TraceWriter(self._root, self._spec)
+
+    def write(self, table: pa.Table, step: int, rewards: dict[str, float] | None) -> None:
+        """Stage one table; traces that ended in an error are left out."""
+        table = table.filter(pc.not_equal(table["finish_reason"], "error"))
+        self._writer.write(set_rewards(table, rewards) if rewards else table, step=step)
+
+    def commit(self, step: int) -> None:
+        """See `Recorder.commit`."""
+        self._writer.commit(step=step)
+
+    def abandon(self, step: int) -> None:
+        """See `Recorder.abandon`."""
+        self._writer.abandon(step)
+
+    def committed_steps(self) -> list[int]:
+        """See `Recorder.committed_steps`."""
+        return list(self._writer.committed_steps())
+
+    def close(self) -> None:
+        """Release the dataset."""
+        self._writer.close()
+
+
+TraceSink = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(Sink)
+"""`Sink` in an actor. Its calls run one by one, in the order in which the recorder made them."""
+
+
+class RemoteRecorder:
+    """Writes traces through a `TraceSink`. Implements `rollout.backend.Recorder`; a table never enters this process.
+
+    >>> recorder = RemoteRecorder("/data/traces", spec)
+    >>> recorder.write(finished, step=0); recorder.commit(0)
+
+    Raises:
+        SinkDiedError: when the sink's process died; what was committed before is intact.
+        Exception: what the writer raised, in its own type and words; a write's error comes with the commit.
+    """
+
+    def __init__(
+        self, root: str | Path, spec: RoutingSpec, outstanding_writes: int = OUTSTANDING_WRITES
+    ) -> None:
+        self._root, self._bound = str(root), outstanding_writes
+        self._lock = threading.Lock()
+        self._running: list[Any] = []
+        self._writes: defaultdict[int, list[Any]] = defaultdict(list)
+        self._sink = TraceSink.options(scheduling_strategy=_this_node()).remote(self._root, spec)
+        self._call("open")
+
+    def committed_steps(self) -> list[int]:
+        """Steps that readers can see, ascending."""
+        return self._call("committed_steps")
+
+    def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
+        """Send a reference to the sink; waits while `outstanding_writes` are not done yet."""
+        table = ray.put(finished.table()) if finished.ref is None else finished.ref
+        with self._lock:
+            if len(self._running) >= self._bound:
+                _, self._running = ray.wait(self._running, num_returns=1)
+            write = self._sink.write.remote(table, step, rewards)
+            self._running.append(write)
+            self._writes[step].append(write)
+
+    def commit(self, step: int) -> None:
+        """Wait for the writes of `step`, then make them visible. A step with a failed write is never committed."""
+        with self._lock:
+            writes = list(self._writes[step])
+        for write in writes:
+            self._fetch(write)
+        self._call("commit", step)
+        self._forget(step)
+
+    def abandon(self, step: int) -> None:
+        """Drop what was staged for `step`, failed writes too."""
+        self._call("abandon", step)
+        self._forget(step)
+
+    def close(self) -> None:
+        """Abandon all that was not committed and stop the sink; fine when it is dead already."""
+        try:
+            self._call("close")
+        except SinkDiedError as error:
+            logger.warning("%s", error)
+        ray.kill(self._sink)
+
+    def _forget(self, step: int) -> None:
+        with self._lock:
+            self._writes.pop(step, None)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._fetch(getattr(self._sink, method).remote(*args))
+
+    def _fetch(self, ref: Any) -> Any:
+        try:
+            return fetch(ref)
+        except LOST as error:
+            raise SinkDiedError(
+                f"the actor that writes {self._root} died ({first_line(error)}). Committed steps are intact; open the "
+                "dataset again and repeat the steps that were not committed"
+            ) from error
+
+
+def _this_node() -> NodeAffinitySchedulingStrategy:
+    """Where the caller runs: a local path then means the same to both."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

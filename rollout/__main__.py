@@ -1,0 +1,86 @@
+"""The `moe-rollout` command line. Arguments are parsed before torch is imported, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+EPILOG = "Sample over Ray with `python -m actors.pipeline --config run.toml`."
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="moe-rollout", description="MoE rollouts with recorded routes.", epilog=EPILOG
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo", help="sample with the small built-in model, verify the traces, replay them"
+    )
+    demo.add_argument(
+        "--out", default="demo-traces", metavar="DIR", help="dataset directory (default: %(default)s)"
+    )
+
+    sample = commands.add_parser(
+        "sample", help="sample completions of prompts, one JSON object per completion"
+    )
+    sample.add_argument("model", help="checkpoint directory or hub id")
+    sample.add_argument(
+        "--prompts",
+        default="-",
+        metavar="FILE",
+        help="one prompt per line, or .jsonl with 'prompt' or 'prompt_ids'; - is stdin",
+    )
+    sample.add_argument("--traces", metavar="DIR", help="also commit the traces to this dataset")
+    sample.add_argument("--num-samples", type=int, default=1, metavar="N")
+    sample.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    sample.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    sample.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sample.add_argument("--top-k", type=int, default=0, metavar="K")
+    sample.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sample.add_argument("--seed", type=int, metavar="S")
+    sample.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated"
+    )
+    sample.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    sample.add_argument(
+        "--num-actors",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sample over Ray with N actors (default: in process)",
+    )
+
+    inspect = commands.add_parser(
+        "inspect", help="what a dataset holds: steps, samples, tokens, bytes, expert load"
+    )
+    inspect.add_argument("dir", metavar="DIR")
+
+    verify = commands.add_parser("verify", help="check every file, checksum and row; exit code 1 on problems")
+    verify.add_argument("dir", metavar="DIR")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. A user's error is one line on stderr."""
+    options = build_parser().parse_args(arguments)
+    from rollout import commands
+
+    try:
+        return int(getattr(commands, options.command)(options))
+    except BrokenPipeError:
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if options.traceback:
+            raise
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What the client asks of whatever generates: one small protocol, implemented in process and over Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from rollout.sampling import SamplingParams
+from storage.trace import RoutingSpec, Trace
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sequence to sample. Plain and picklable; seed and `sample_id` alone decide which random numbers it draws.
+
+    `metadata` (JSON values) travels into the trace untouched: an expected answer, a task name.
+
+    >>> SampleRequest("run/0/0-0/1", step=0, prompt_ids=(5, 7), sampling_params=SamplingParams(seed=0))
+    """
+
+    sample_id: str
+    step: int
+    prompt_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the client needs to know of the model to check a request before anything starts.
+
+    `max_sequence_tokens` is the longest prompt + completion that both the model's positions and the KV pool hold.
+    """
+
+    spec: RoutingSpec
+    vocab_size: int
+    max_sequence_tokens: int
+    max_sequence_reason: str
+    tokenizer_path: str | None
+    captures_routes: bool
+
+
+class Finished(Protocol):
+    """Some finished traces: in memory for a local engine, in the object store for Ray."""
+
+    def traces(self) -> list[Trace]:
+        """The traces; fetched and decoded on first use."""
+
+    def table(self) -> pa.Table:
+        """The same as Arrow, in the dataset's schema."""
+
+    @property
+    def ref(self) -> Any:
+        """The Ray reference of the table, None when it is local."""
+
+
+class Backend(Protocol):
+    """A generator of traces. Several threads may stream from one backend at once."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts of the loaded model."""
+
+    def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
+        """Yield traces as they finish, each request exactly once, in any order. Closing the generator aborts the rest."""
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """Replace the weights of an idle backend; refused whole when names or shapes do not fit."""
+
+    def close(self) -> None:
+        """Stop, free the model; running streams end with finish_reason "abort"."""
+
+
+class Recorder(Protocol):
+    """Where finished traces go. A step is staged by `write` and appears at once with `commit`."""
+
+    def committed_steps(self) -> list[int]:
+        """Steps that readers can see, ascending."""
+
+    def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
+        """Stage traces of `step`, without those that ended in an error; `rewards` by sample_id fill the reward column.
+
+        Thread-safe; may block (backpressure).
+        """
+
+    def commit(self, step: int) -> bool:
+        """Make the staged traces of `step` visible, all at once; False when nothing was staged.
+
+        Raises:
+            StepExistsError: the step is committed already.
+        """
+
+    def abandon(self, step: int) -> None:
+        """Drop what was staged for `step`."""
+
+    def close(self) -> None:
+        """Abandon all that was not committed and release the dataset."""

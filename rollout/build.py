@@ -1,0 +1,134 @@
+"""Put an engine together: load, switch attention and experts, size the pool, test it, hand it over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollout.attention import use_slot_attention
+from rollout.backend import ModelInfo
+from rollout.capture import RoutedExpertsCapturer
+from rollout.config import EngineOptions
+from rollout.device import CpuStream, open_stream
+from rollout.engine import Engine
+from rollout.experts import MIN_ROWS, use_experts_implementation
+from rollout.loader import LoadedModel, load_model
+from rollout.model_runner import ModelRunner
+from rollout.scheduler import Request, Scheduler
+from rollout.self_test import Reference, check_batch_invariance, check_engine, plain_forward
+from rollout.weights import check_state_dict, copy_weights
+
+logger = logging.getLogger(__name__)
+MAX_POOL_BYTES = 2 * 2**30
+
+
+@dataclass
+class BuiltEngine:
+    """An engine that passed its self-test, and what belongs to it."""
+
+    engine: Engine
+    runner: ModelRunner
+    info: ModelInfo
+    tokenizer: Any
+    stream: CpuStream
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """See LocalBackend.update_weights."""
+        if not self.engine.idle:
+            raise RuntimeError(
+                "update_weights needs an idle engine: finish or close the running streams first"
+            )
+        if version <= self.engine.weight_version:
+            raise ValueError(
+                f"weight version {version} is not above the current {self.engine.weight_version}"
+            )
+        tensors = check_state_dict(self.runner.model, source)
+        self.stream.run(lambda: copy_weights(self.runner.model, tensors))
+        self.engine.weight_version = version
+
+    def close(self) -> None:
+        """Process what is in flight, stop the device thread, remove the hooks."""
+        self.engine.drain()
+        self.stream.close()
+        if self.runner.capturer is not None:
+            self.runner.capturer.close()
+
+
+def build_engine(path: str, options: EngineOptions, on_finish: Callable[[Request], None]) -> BuiltEngine:
+    """Load `path` and return a tested engine. Nothing keeps running when it fails."""
+    stream = open_stream(options.device, options.num_threads)
+    try:
+        return _build(path, options, on_finish, stream)
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _build(
+    path: str, options: EngineOptions, on_finish: Callable[[Request], None], stream: CpuStream
+) -> BuiltEngine:
+    loaded = load_model(path, options.dtype)
+    kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options)
+    capturer = None
+    if options.enable_return_routed_experts:
+        rows = max(options.max_batch_tokens, 2 * MIN_ROWS, 64)
+        capturer = RoutedExpertsCapturer(loaded.model, loaded.spec, rows)
+    reference: list[Reference] = []
+    stream.run(
+        lambda: reference.append(
+            plain_forward(
+                loaded.model, capturer, loaded.vocab_size, min(loaded.max_positions, kv_tokens // 2)
+            )
+        )
+    )
+    use_slot_attention(loaded.model)
+    name = "batch_invariant_experts" if options.batch_invariant else options.experts_implementation
+    use_experts_implementation(loaded.model, name)
+    runner = ModelRunner(
+        loaded.model, stream, capturer, kv_tokens, options.max_running_requests, options.batch_invariant
+    )
+    check_engine(runner, reference[0])
+    if options.batch_invariant:
+        check_batch_invariance(runner, reference[0])
+    scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens)
+    engine = Engine(
+        runner,
+        scheduler,
+        loaded.spec,
+        loaded.eos_token_ids,
+        loaded.tokenizer,
+        overlap=not options.disable_overlap_schedule,
+        on_finish=on_finish,
+    )
+    return BuiltEngine(
+        engine, runner, _info(path, loaded, kv_tokens, capturer is not None), loaded.tokenizer, stream
+    )
+
+
+def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> ModelInfo:
+    limit, reason = min(
+        (loaded.max_positions, "the model's positions"), (kv_tokens, "kv_tokens, the key/value pool")
+    )
+    return ModelInfo(
+        spec=loaded.spec,
+        vocab_size=loaded.vocab_size,
+        max_sequence_tokens=limit,
+        max_sequence_reason=reason,
+        tokenizer_path=path if loaded.tokenizer is not None else None,
+        captures_routes=captures,
+    )
+
+
+def _default_kv_tokens(loaded: LoadedModel, options: EngineOptions) -> int:
+    """As many tokens as `max_running_requests` full sequences need, at most 2 GiB, at least one full sequence."""
+    config = loaded.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = torch.empty((), dtype=loaded.model.dtype).element_size()
+    token_bytes = 2 * config.num_hidden_layers * heads * head_dim * itemsize
+    wanted = options.max_running_requests * loaded.max_positions
+    return max(min(wanted, MAX_POOL_BYTES // token_bytes), min(loaded.max_positions, 32768), 2 * MIN_ROWS)

@@ -1,0 +1,179 @@
+"""Routed experts on their way from the routers to a request: captured, copied, finalized, each exactly once.
+
+The routers' hooks write into one device buffer. `on_forward_end` takes a *snapshot* of the step's rows, since the next
+step overwrites the buffer (sglang#34319); `copy_to_cpu` runs before the step's copy event; `finalize` runs after it, in
+step order, on every path (sglang#23885), and hands the rows to where they belong as noted at launch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rollout.device import CpuStream, Event
+from storage.sites import find_routers
+from storage.trace import RoutingSpec
+
+
+class RequestRoutes:
+    """Rows of one request, filled strictly in order; a row that was never written cannot be read.
+
+    >>> routes = RequestRoutes(spec=RoutingSpec.uniform(num_sites=1, num_experts=4, top_k=2), capacity=3)
+    >>> routes.extend(0, np.array([[[3, 1]]], np.uint8)); routes.take().tolist()
+    [[[3, 1]]]
+    """
+
+    def __init__(self, spec: RoutingSpec, capacity: int) -> None:
+        self._rows = np.empty((capacity, *spec.row_shape), spec.dtype)
+        self._filled = 0
+        self._sealed = False
+
+    def extend(self, start: int, rows: np.ndarray) -> None:
+        """Write rows `[start, start + len(rows))`; `start` must be where the last call ended. Dropped once sealed."""
+        if self._sealed:
+            return
+        if start != self._filled:
+            raise RuntimeError(f"routes of positions {self._filled}..{start} are missing or doubled")
+        self._rows[start : start + len(rows)] = rows
+        self._filled += len(rows)
+
+    def seal(self) -> None:
+        """The request has ended: rows of tokens that are still in flight are dropped."""
+        self._sealed = True
+
+    def take(self) -> np.ndarray:
+        """All rows, `[rows, sites, K]`; a copy when the sequence ended early, so that no slack is kept."""
+        rows = self._rows[: self._filled]
+        return rows if len(rows) == len(self._rows) else rows.copy()
+
+
+class RouteSegment(NamedTuple):
+    """Rows `[start, end)` of a step are positions `position...` of one request."""
+
+    start: int
+    end: int
+    position: int
+    routes: RequestRoutes
+
+
+class RouteState(enum.Enum):
+    """Life of a step's routes."""
+
+    CAPTURED = "captured"
+    COPIED = "copied"
+    FINALIZED = "finalized"
+
+
+class RoutedExpertsOutput:
+    """The routes of one step.
+
+    Args:
+        out_cache_loc: int64 `[tokens]`, the slot of each token.
+        routed_experts: `[tokens, sites, K]` of the spec's dtype, a snapshot on the device.
+        host_cache: optional `[slots, sites, K]` that also receives the rows, by slot.
+        segments: which request each row belongs to, noted at launch.
+    """
+
+    def __init__(
+        self,
+        out_cache_loc: torch.Tensor,
+        routed_experts: torch.Tensor,
+        host_cache: np.ndarray | None = None,
+        segments: Sequence[RouteSegment] = (),
+    ) -> None:
+        self.out_cache_loc = out_cache_loc
+        self.routed_experts = routed_experts
+        self.host_cache = host_cache
+        self.segments = segments
+        self.state = RouteState.CAPTURED
+        self._copy_done: Event | None = None
+
+    def copy_to_cpu(self, stream: CpuStream, copy_done: Event) -> None:
+        """Start the copy to the host; `copy_done` is recorded after it."""
+        self._advance(RouteState.CAPTURED, RouteState.COPIED)
+        self.routed_experts = stream.to_host(self.routed_experts)
+        self._copy_done = copy_done
+
+    def finalize(self) -> None:
+        """Hand the rows over. Raises RuntimeError when called twice, or before the copy is done."""
+        if self._copy_done is None or not self._copy_done.query():
+            raise RuntimeError(f"routes finalized in state {self.state.value} before their copy was done")
+        self._advance(RouteState.COPIED, RouteState.FINALIZED)
+        rows = self.routed_experts.numpy()
+        if self.host_cache is not None:
+            self.host_cache[self.out_cache_loc.numpy()] = rows
+        for segment in self.segments:
+            segment.routes.extend(segment.position, rows[segment.start : segment.end])
+
+    def _advance(self, before: RouteState, after: RouteState) -> None:
+        if self.state is not before:
+            raise RuntimeError(
+                f"routes cannot become {after.value}: they are {self.state.value}, not {before.value}"
+            )
+        self.state = after
+
+
+class RoutedExpertsCapturer:
+    """Hooks on every router of one model, writing ids into a device buffer `[max_batch_tokens, sites, K]`.
+
+    Each forward must fire every hook once, in site order, with one row per token: a router that a fused kernel
+    bypasses (vllm#44116) or that runs twice is an error, never a row of zeros.
+    """
+
+    def __init__(self, model: Any, spec: RoutingSpec, max_batch_tokens: int) -> None:
+        self.spec = spec
+        self._dtype = torch.uint8 if spec.dtype.itemsize == 1 else torch.uint16
+        self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32)
+        self._seen: list[tuple[int, int]] = []
+        self._handles = [
+            router.module.register_forward_hook(self._hook(index))
+            for index, router in enumerate(find_routers(model))
+        ]
+
+    def _hook(self, index: int) -> Any:
+        top_k = self.spec.sites[index].top_k
+
+        def write(module: torch.nn.Module, args: Any, output: Any) -> None:
+            ids = output[2]
+            self._buffer[: len(ids), index, :top_k] = ids
+            self._seen.append((index, len(ids)))
+
+        return write
+
+    def on_forward_begin(self) -> None:
+        """Forget which hooks fired; a forward that failed half-way leaves nothing behind."""
+        self._seen.clear()
+
+    def on_forward_end(
+        self,
+        out_cache_loc: torch.Tensor,
+        segments: Sequence[RouteSegment] = (),
+        host_cache: np.ndarray | None = None,
+        num_padding: int = 0,
+        no_copy_to_cpu: bool = True,
+    ) -> RoutedExpertsOutput:
+        """Snapshot this step's rows, one per slot in `out_cache_loc`; `num_padding` rows behind them are left out.
+
+        The narrowing cast is the copy. `no_copy_to_cpu=False` is refused: a copy here would stop the overlap.
+        """
+        if not no_copy_to_cpu:
+            raise ValueError(
+                "routes are copied by GenerationBatchResult.copy_to_cpu, not at the end of the forward"
+            )
+        rows = len(out_cache_loc)
+        expected = [(index, rows + num_padding) for index in range(self.spec.num_sites)]
+        if self._seen != expected:
+            raise RuntimeError(
+                f"routers wrote (site, rows) {self._seen}, expected each of {self.spec.num_sites} sites once, in order, "
+                f"with {rows + num_padding} rows; this model's routing cannot be recorded"
+            )
+        return RoutedExpertsOutput(out_cache_loc, self._buffer[:rows].to(self._dtype), host_cache, segments)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,158 @@
+"""The commands of `moe-rollout`, but for the demo. Tables go to the terminal, data to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from storage import RoutingSpec, TraceDataset
+
+
+def demo(options: argparse.Namespace) -> int:
+    """See rollout/demo.py."""
+    from rollout.demo import run_demo
+
+    run_demo(options.out, Console())
+    return 0
+
+
+def sample(options: argparse.Namespace) -> int:
+    """Sample each prompt and print one JSON object per completion, in prompt order."""
+    from rollout.client import RolloutClient
+    from rollout.sampling import SamplingParams
+
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        stop=tuple(options.stop),
+    )
+    prompts = read_prompts(options.prompts)
+    arguments: dict[str, Any] = {"traces": options.traces, "dtype": options.dtype}
+    if options.num_actors:
+        client = RolloutClient.ray(options.model, num_actors=options.num_actors, **arguments)
+    else:
+        client = RolloutClient.local(options.model, **arguments)
+    with client:
+        traces = client.sample(prompts, num_samples=options.num_samples, sampling_params=params)
+    for trace in traces:
+        record = {
+            "sample_id": trace.sample_id,
+            "text": trace.text,
+            "completion_ids": trace.completion_ids,
+            "finish_reason": trace.finish_reason,
+            "logprob": round(float(trace.logprobs.sum()), 4),
+            "error": trace.error,
+        }
+        sys.stdout.write(
+            json.dumps({key: value for key, value in record.items() if value is not None}) + "\n"
+        )
+    return int(any(trace.finish_reason == "error" for trace in traces))
+
+
+def read_prompts(source: str) -> list[Any]:
+    """Prompts of a file or, for "-", of stdin: one per line; in a `.jsonl` file, objects with `prompt` or `prompt_ids`.
+
+    Raises:
+        ValueError: the file is missing or holds no prompts, or a line does not fit, with its number.
+    """
+    if source == "-":
+        lines = sys.stdin.read().splitlines()
+    elif Path(source).is_file():
+        lines = Path(source).read_text(encoding="utf-8").splitlines()
+    else:
+        raise ValueError(f"prompts file {source!r} does not exist")
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{source!r} holds no prompts; give one per line")
+    return [
+        _json_prompt(source, number, line) if source.endswith(".jsonl") else line for number, line in numbered
+    ]
+
+
+def _json_prompt(source: str, number: int, line: str) -> Any:
+    try:
+        row = json.loads(line)
+        return row["prompt"] if "prompt" in row else row["prompt_ids"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{source} line {number}: need an object with 'prompt' or 'prompt_ids', got {line:.60}"
+        ) from error
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Print what a dataset holds."""
+    Console().print(inspect_table(options.dir))
+    return 0
+
+
+def inspect_table(directory: str) -> Table:
+    """The figures of a dataset, one row each; reads all routes once, row group by row group."""
+    dataset = TraceDataset(directory)
+    reasons: collections.Counter[str] = collections.Counter()
+    rewards: list[float] = []
+    tokens = rows = 0
+    load = [np.zeros(site.num_experts, np.int64) for site in dataset.spec.sites]
+    for trace in dataset.iter():
+        reasons[trace.finish_reason] += 1
+        tokens += len(trace.token_ids)
+        rows += trace.route_len
+        if trace.reward is not None:
+            rewards.append(trace.reward)
+        if trace.routed_experts is not None:
+            add_load(load, trace.routed_experts, dataset.spec)
+    size = sum(file.stat().st_size for file in Path(directory).glob("step-*/*.parquet"))
+    table = Table("figure", "value", title=f"dataset {directory}")
+    figures = {
+        "steps": _span(dataset.steps),
+        "samples": len(dataset),
+        "finish reasons": ", ".join(f"{reason} {count}" for reason, count in reasons.most_common()),
+        "tokens": tokens,
+        "mean reward": f"{np.mean(rewards):.3f} of {len(rewards)} samples" if rewards else "none recorded",
+        "recorded rows": rows,
+        "routers": f"{dataset.spec.num_sites} sites, top {dataset.spec.top_k}, {dataset.spec.row_bytes} bytes per token in memory",
+        "on disk": f"{size / 1e6:.2f} MB, {size / max(tokens, 1):.0f} bytes per token with everything",
+        "load entropy": load_entropies(load),
+    }
+    for name, value in figures.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def add_load(load: list[np.ndarray], routes: np.ndarray, spec: RoutingSpec) -> None:
+    """Count expert ids of `[rows, sites, K]` into one array per site."""
+    for index, site in enumerate(spec.sites):
+        load[index] += np.bincount(routes[:, index, : site.top_k].reshape(-1), minlength=site.num_experts)
+
+
+def load_entropies(load: Iterable[np.ndarray]) -> str:
+    """Entropy of each site's expert load, as a share of the balanced one: 1.00 is balanced."""
+    shares = [counts / max(counts.sum(), 1) for counts in load]
+    values = [-(p[p > 0] * np.log(p[p > 0])).sum() / np.log(max(len(p), 2)) for p in shares]
+    return " ".join(f"{value:.2f}" for value in values)
+
+
+def _span(steps: list[int]) -> str:
+    return f"{len(steps)} ({steps[0]} to {steps[-1]})" if steps else "none committed"
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Print each problem of a dataset on a line; exit code 1 when there is one."""
+    problems = TraceDataset(options.dir).verify()
+    for problem in problems:
+        sys.stdout.write(f"{problem}\n")
+    dataset = TraceDataset(options.dir)
+    sys.stderr.write(f"{options.dir}: {len(dataset.steps)} steps, {len(problems)} problems\n")
+    return int(bool(problems))

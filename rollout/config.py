@@ -1,0 +1,40 @@
+"""Options of the engine, checked by name before torch is imported."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollout.sampling import StrictModel
+
+
+class EngineOptions(StrictModel):
+    """How the engine runs a model.
+
+    >>> EngineOptions(dtype="float32", max_running_requests=8).max_batch_tokens
+    2048
+
+    Attributes:
+        device: "cpu"; other devices are refused when the engine starts.
+        dtype: of weights and activations; "auto" is the checkpoint's own.
+        max_running_requests: sequences decoded together.
+        max_batch_tokens: tokens of one forward; longer prompts are computed in chunks.
+        kv_tokens: size of the key/value pool in tokens. Default: `max_running_requests` full sequences, at most 2 GiB.
+        disable_overlap_schedule: finish each step before the next is launched. The results do not differ.
+        enable_return_routed_experts: record routes; off, `Trace.routed_experts` is None.
+        batch_invariant: results do not depend, in any bit, on batch, chunks or neighbours. Slower.
+        num_threads: compute threads of torch inside the engine.
+        experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
+    """
+
+    device: str = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_running_requests: int = Field(64, ge=1, le=65536)
+    max_batch_tokens: int = Field(2048, ge=1)
+    kv_tokens: int | None = Field(None, ge=2)
+    disable_overlap_schedule: bool = False
+    enable_return_routed_experts: bool = True
+    batch_invariant: bool = False
+    num_threads: int = Field(1, ge=1)
+    experts_implementation: Literal["hit_experts", "eager", "grouped_mm", "batched_mm"] = "hit_experts"

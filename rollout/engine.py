@@ -1,0 +1,187 @@
+"""The engine: schedule, launch, process. `overlap_loop` and `normal_loop` differ only in when results are processed.
+
+With overlap, step N + 1 is launched from tokens that are still on the device, then the results of step N are processed
+on the host while N + 1 runs. A request that turns out to have stopped in step N has its token of N + 1 dropped; the
+end by length is known when scheduling and never launches one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from rollout.backend import SampleRequest
+from rollout.capture import RequestRoutes
+from rollout.model_runner import GenerationBatchResult, ModelRunner
+from rollout.rng import stream_key
+from rollout.scheduler import Request, Scheduler
+from rollout.stops import StopChecker
+from storage.trace import RoutingSpec
+
+logger = logging.getLogger(__name__)
+
+
+class StepEvent(NamedTuple):
+    """Something that happened to a step on the host; `seconds` is `time.perf_counter()`."""
+
+    kind: Literal["launch", "finalize"]
+    step: int
+    seconds: float
+    tokens: int
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine started. `dropped_tokens`: sampled for requests that had already stopped."""
+
+    forwards: int = 0
+    tokens: int = 0
+    sampled_tokens: int = 0
+    dropped_tokens: int = 0
+    events: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=4096))
+
+
+class Engine:
+    """Runs requests to their end. Not thread-safe: one thread owns it (see local_backend.py).
+
+    Args:
+        on_finish: called with each finished request, in the order in which they finish.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        spec: RoutingSpec,
+        eos_token_ids: tuple[int, ...],
+        tokenizer: Any,
+        overlap: bool,
+        on_finish: Callable[[Request], None],
+    ) -> None:
+        self.stats = EngineStats()
+        self.weight_version = 0
+        self._runner = runner
+        self._scheduler = scheduler
+        self._spec = spec
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer = tokenizer
+        self._on_finish = on_finish
+        self._in_flight: deque[GenerationBatchResult] = deque()
+        self._launched = False
+        self.step = self.overlap_loop if overlap else self.normal_loop
+
+    @property
+    def idle(self) -> bool:
+        """No request waits or runs and no step is in flight."""
+        return self._scheduler.idle and not self._in_flight
+
+    def add(self, request: SampleRequest, seed: int) -> Request:
+        """Queue one request; `seed` is its own or the one drawn for the call."""
+        entry = Request(
+            request=request,
+            stop=StopChecker(request.sampling_params, self._eos_token_ids, self._tokenizer),
+            random_key=stream_key(seed, request.sample_id),
+            seed=seed,
+            routes=None,
+            weight_version=self.weight_version,
+        )
+        if self._runner.capturer is not None:
+            entry.routes = RequestRoutes(self._spec, entry.max_rows)
+        self._scheduler.add(entry)
+        return entry
+
+    def overlap_loop(self) -> None:
+        """One turn: launch the next step, then process the one before it."""
+        self._launch_next()
+        if len(self._in_flight) > 1 or (self._in_flight and not self._launched):
+            self._process(self._in_flight.popleft())
+
+    def normal_loop(self) -> None:
+        """One turn: launch a step and process it."""
+        self._launch_next()
+        if self._in_flight:
+            self._process(self._in_flight.popleft())
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End requests now, wherever they are; their tokens still in flight are dropped."""
+        for request in list(requests):
+            if request.finish_reason is None:
+                self._finish(request, "abort", None)
+
+    def drain(self) -> None:
+        """Process the steps in flight without launching more."""
+        while self._in_flight:
+            self._process(self._in_flight.popleft())
+
+    def _launch_next(self) -> None:
+        batch = self._scheduler.schedule()
+        self._launched = bool(batch)
+        if not batch:
+            return
+        step = self.stats.forwards
+        tokens = sum(work.length for work in batch)
+        self.stats.forwards += 1
+        self.stats.tokens += tokens
+        self._in_flight.append(self._runner.launch(step, batch))
+        self.stats.events.append(StepEvent("launch", step, time.perf_counter(), tokens))
+
+    def _process(self, result: GenerationBatchResult) -> None:
+        try:
+            result.finalize()
+        except Exception as error:
+            self._fail(result, error)
+            return
+        self.stats.events.append(StepEvent("finalize", result.step, time.perf_counter(), 0))
+        sampled = iter(_host_outputs(result))
+        for work in result.batch:
+            if work.samples:
+                self._deliver(work.request, *next(sampled))
+            elif work.request.max_tokens == 0 and work.start + work.length == work.request.prompt_len:
+                self._finish(work.request, "length", None)
+
+    def _deliver(self, request: Request, token: int, logprob: float, raw_logprob: float) -> None:
+        if request.finish_reason is not None:
+            self.stats.dropped_tokens += 1
+            return
+        if math.isnan(raw_logprob):
+            request.error = (
+                f"the model's logits for completion token {len(request.output_ids)} are not finite"
+            )
+            self._finish(request, "error", None)
+            return
+        self.stats.sampled_tokens += 1
+        request.output_ids.append(token)
+        request.logprobs.append(logprob)
+        request.raw_logprobs.append(raw_logprob)
+        ended = request.stop(request.output_ids)
+        if ended is not None:
+            self._finish(request, *ended)
+
+    def _finish(self, request: Request, reason: Any, stop_reason: int | str | None) -> None:
+        if request.finish_reason is not None:
+            return
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request.routes is not None:
+            request.routes.seal()
+        self._scheduler.release(request)
+        self._on_finish(request)
+
+    def _fail(self, result: GenerationBatchResult, error: Exception) -> None:
+        """A step that failed ends its own requests, with the reason; the others go on."""
+        logger.error("step %d failed: %s", result.step, error, exc_info=error)
+        for request in {id(work.request): work.request for work in result.batch}.values():
+            request.error = f"{type(error).__name__}: {error}"
+            self._finish(request, "error", None)
+
+
+def _host_outputs(result: GenerationBatchResult) -> list[tuple[int, float, float]]:
+    if result.next_tokens is None or result.logprobs is None or result.raw_logprobs is None:
+        return []
+    return list(
+        zip(result.next_tokens.tolist(), result.logprobs.tolist(), result.raw_logprobs.tolist(), strict=True)
+    )

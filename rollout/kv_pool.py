@@ -1,0 +1,94 @@
+"""Keys and values of all running requests in one pool of token slots, passed to the model as its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class SlotAllocator:
+    """Hands out runs of consecutive slots, first fit, so that a request's keys are a view and never a gather.
+
+    >>> slots = SlotAllocator(10)
+    >>> slots.allocate(6), slots.allocate(6), slots.allocate(4)
+    (0, None, 6)
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free: list[tuple[int, int]] = [(0, size)]
+
+    @property
+    def free_slots(self) -> int:
+        """Slots not in use; they may lie apart."""
+        return sum(end - start for start, end in self._free)
+
+    def allocate(self, count: int) -> int | None:
+        """The first slot of a free run of `count`, or None when there is none at the moment."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= count:
+                self._free[index : index + 1] = [(start + count, end)] if end - start > count else []
+                return start
+        return None
+
+    def release(self, start: int, count: int) -> None:
+        """Return a run; neighbouring free runs merge."""
+        end = start + count
+        if start < 0 or end > self.size or any(start < b and a < end for a, b in self._free):
+            raise AssertionError(f"slots [{start}, {end}) were released twice")
+        merged = []
+        for a, b in self._free:
+            if b == start:
+                start = a
+            elif a == end:
+                end = b
+            else:
+                merged.append((a, b))
+        self._free = sorted([*merged, (start, end)])
+
+
+class KVPool:
+    """The cache object the model sees: `update` writes this step's keys and values into their slots.
+
+    Each layer's tensors are `[slots, kv_heads, head_dim]`, allocated when the layer first writes: shapes may differ
+    by layer, and between keys and values.
+    """
+
+    is_compileable = False
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def get_seq_length(self, *_: Any) -> int:
+        """The model must not derive positions from the cache: they are given."""
+        return 0
+
+    def update(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        kwargs: dict[str, Any] | None = None,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store `[1, heads, tokens, dim]` at the step's slots. Returns its arguments; attention reads the pool."""
+        if kwargs is None or "attention_batch" not in kwargs:
+            raise ValueError(
+                "this model's attention does not hand its keyword arguments to the cache; it cannot run on the slot pool"
+            )
+        slots = kwargs["attention_batch"].out_cache_loc
+        self._write(self.keys, layer_idx, slots, key)
+        self._write(self.values, layer_idx, slots, value)
+        return key, value
+
+    def _write(
+        self, store: dict[int, torch.Tensor], layer: int, slots: torch.Tensor, states: torch.Tensor
+    ) -> None:
+        rows = states[0].transpose(0, 1)
+        if layer not in store:
+            store[layer] = rows.new_empty(self.size, *rows.shape[1:])  # untouched pages cost no memory
+        store[layer].index_copy_(0, slots, rows[: len(slots)])

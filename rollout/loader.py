@@ -1,0 +1,119 @@
+"""Load a checkpoint: safetensors only, and only models whose routers can be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from storage.trace import RoutingSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode, its routing, and what generation needs to know of it. `tokenizer` is None without files."""
+
+    model: Any
+    spec: RoutingSpec
+    tokenizer: Any
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(path: str, dtype: str) -> LoadedModel:
+    """Load a local directory or hub id.
+
+    Raises:
+        FileNotFoundError: the path does not exist, or holds no safetensors weights.
+        ValueError: not an MoE model, or a family that the installed transformers does not know.
+    """
+    path = str(path)
+    _check_files(path)
+    config = _load_config(path)
+    _check_routers(path, config)
+    with _no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+    model.eval().requires_grad_(False)
+    text = config.get_text_config()
+    return LoadedModel(
+        model=model,
+        spec=RoutingSpec.from_model(model),
+        tokenizer=load_tokenizer(path),
+        vocab_size=int(text.vocab_size),
+        max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws its bar even where stderr is no terminal."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def load_tokenizer(path: str) -> Any:
+    """The checkpoint's tokenizer, or None when a local checkpoint ships none."""
+    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _check_files(path: str) -> None:
+    directory = Path(path)
+    if not directory.is_dir():
+        if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+            raise FileNotFoundError(
+                f"model {path!r} is not a directory; give a checkpoint directory or a hub id 'owner/name'"
+            )
+        return
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model {path!r} has no config.json; is it a checkpoint saved by save_pretrained?"
+        )
+    if not any(directory.glob("*.safetensors")):
+        others = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in directory.glob(pattern))
+        raise FileNotFoundError(
+            f"model {path!r} has no *.safetensors weights{f' but {others}' if others else ''}; pickled weights are never "
+            "loaded: convert them with save_pretrained(..., safe_serialization=True)"
+        )
+
+
+def _load_config(path: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"model {path!r}: the installed transformers does not know this family ({error})"
+        ) from error
+
+
+def _check_routers(path: str, config: Any) -> None:
+    """Build the model without memory and look for routers, before any weight is read."""
+    try:
+        with torch.device("meta"):
+            RoutingSpec.from_model(AutoModelForCausalLM.from_config(config))
+    except ValueError as error:
+        raise ValueError(f"model {path!r}: {error}") from error
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    return tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),)

@@ -1,0 +1,216 @@
+"""The engine in this process: one thread schedules, one runs the model, callers wait on queues."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rollout.backend import Finished, ModelInfo, SampleRequest
+from rollout.build import BuiltEngine, build_engine
+from rollout.config import EngineOptions
+from rollout.scheduler import Request
+from rollout.stops import cut_at_stop
+from storage.schema import to_table
+from storage.trace import RoutingSpec, Trace
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LocalFinished:
+    """One finished trace in memory."""
+
+    trace: Trace
+    spec: RoutingSpec
+    ref: None = None
+
+    def traces(self) -> list[Trace]:
+        """The trace."""
+        return [self.trace]
+
+    def table(self) -> pa.Table:
+        """The trace as one row."""
+        return to_table([self.trace], self.spec)
+
+
+class LocalBackend:
+    """A Backend over one engine in this process.
+
+    >>> backend = LocalBackend("path/to/qwen3-moe", dtype="float32")
+    >>> next(backend.stream([SampleRequest("run/0/0-0/0", 0, (5, 7), SamplingParams(max_tokens=4))])).traces()
+
+    Raises:
+        FileNotFoundError, ValueError: the model cannot be loaded, recorded or run exactly; see loader.py, self_test.py.
+    """
+
+    def __init__(self, model: str, **engine_options: Any) -> None:
+        self.options = EngineOptions(**engine_options)
+        self._built: BuiltEngine = build_engine(str(model), self.options, self._on_finish)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outboxes: dict[Request, queue.SimpleQueue[Request | BaseException]] = {}
+        self._dead: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="moe-rollout-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts of the loaded model."""
+        return self._built.info
+
+    @property
+    def stats(self) -> Any:
+        """The engine's counts and event log."""
+        return self._built.engine.stats
+
+    @cached_property
+    def window(self) -> int:
+        """How many requests one stream keeps submitted: a consumer that pauses holds at most this many results."""
+        return 2 * self.options.max_running_requests
+
+    def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
+        """Yield each request's trace once, as they finish. Closing the generator aborts the rest."""
+        outbox: queue.SimpleQueue[Request | BaseException] = queue.SimpleQueue()
+        pending, open_requests = deque(requests), 0
+        call_seed = secrets.randbits(62)
+        submitted: list[Request] = []
+        try:
+            while pending or open_requests:
+                count = min(len(pending), self.window - open_requests)
+                if count > self.window // 2 or (count and not open_requests):
+                    self._submit([pending.popleft() for _ in range(count)], call_seed, outbox, submitted)
+                    open_requests += count
+                finished = outbox.get()
+                if isinstance(finished, BaseException):
+                    raise finished
+                open_requests -= 1
+                yield LocalFinished(self._trace(finished), self.info.spec)
+        finally:
+            if open_requests and not self._closed:
+                self._post(lambda: self._built.engine.abort(submitted))
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """Copy a state dict (names as in `model.state_dict()`) into the idle engine; rows from now on carry `version`.
+
+        Raises:
+            ValueError: a name, shape or dtype does not fit; nothing was changed.
+            RuntimeError: requests are running.
+        """
+        self._call(lambda: self._built.update_weights(source, version))
+
+    def abort(self, sample_ids: Collection[str]) -> None:
+        """End these requests now, from any thread; their streams yield them with finish_reason "abort"."""
+        wanted = set(sample_ids)
+        if not self._closed:
+            self._post(
+                lambda: self._built.engine.abort([r for r in self._outboxes if r.request.sample_id in wanted])
+            )
+
+    def close(self) -> None:
+        """Abort what runs, stop both threads. Streams that wait get the aborted traces."""
+        if self._closed:
+            return
+        self._closed = True
+        self._commands.put(None)
+        self._thread.join()
+
+    def _submit(
+        self,
+        requests: list[SampleRequest],
+        call_seed: int,
+        outbox: queue.SimpleQueue[Any],
+        submitted: list[Request],
+    ) -> None:
+        def add() -> None:
+            for request in requests:
+                seed = request.sampling_params.seed
+                entry = self._built.engine.add(request, call_seed if seed is None else seed)
+                submitted.append(entry)
+                self._outboxes[entry] = outbox
+
+        self._post(add)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        if self._dead is not None or self._closed:
+            raise RuntimeError("this engine is closed") from self._dead
+        self._commands.put(command)
+
+    def _call(self, command: Callable[[], None]) -> None:
+        """Run a command on the engine's thread and wait for it."""
+        answer: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def answered() -> None:
+            try:
+                command()
+            except Exception as error:
+                answer.put(error)
+            else:
+                answer.put(None)
+
+        self._post(answered)
+        error = answer.get()
+        if error is not None:
+            raise error
+
+    def _on_finish(self, request: Request) -> None:
+        self._outboxes.pop(request).put(request)
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                if not self._built.engine.idle:
+                    self._built.engine.step()
+        except BaseException as error:
+            logger.exception("the engine stopped")
+            self._dead = error
+            for outbox in {id(box): box for box in self._outboxes.values()}.values():
+                outbox.put(error)
+        finally:
+            self._built.close()
+
+    def _receive(self) -> bool:
+        """Run the commands that wait; block for one when idle. False to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=self._built.engine.idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                self._built.engine.abort(list(self._outboxes))
+                return False
+            command()
+
+    def _trace(self, request: Request) -> Trace:
+        params = request.request.sampling_params
+        tokenizer = self._built.tokenizer
+        text = None
+        if tokenizer is not None:
+            text = cut_at_stop(tokenizer.decode(request.output_ids, skip_special_tokens=True), params.stop)
+        aborted_early = request.finish_reason in ("abort", "error") and not request.output_ids
+        return Trace(
+            sample_id=request.request.sample_id,
+            step=request.request.step,
+            prompt_ids=list(request.request.prompt_ids),
+            completion_ids=request.output_ids,
+            logprobs=np.array(request.logprobs, np.float32),
+            raw_logprobs=np.array(request.raw_logprobs, np.float32),
+            routed_experts=None if request.routes is None or aborted_early else request.routes.take(),
+            finish_reason=request.finish_reason or "error",
+            stop_reason=request.stop_reason,
+            weight_version=request.weight_version,
+            seed=request.seed,
+            sampling_params=params.model_dump(mode="json"),
+            text=text,
+            metadata=request.request.metadata,
+            error=request.error,
+        )

@@ -1,0 +1,182 @@
+"""One step on the device: forward, capture, sampling. Everything a step needs is noted at launch as host integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.attention import AttentionBatch, Span
+from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSegment
+from rollout.device import CpuStream, Event
+from rollout.experts import MIN_ROWS
+from rollout.kv_pool import KVPool
+from rollout.rng import uniforms
+from rollout.sampler import SamplingBatch, sample
+from rollout.scheduler import Work, flatten
+
+
+@dataclass
+class ForwardBatch:
+    """Inputs of one step. The first `len(decode_rows)` tokens are read on the device, from what earlier steps sampled."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    decode_rows: torch.Tensor
+    attention: AttentionBatch
+    logits_rows: torch.Tensor
+    num_padding: int
+    sample_rows: torch.Tensor
+    sampling: SamplingBatch | None
+    segments: list[RouteSegment]
+
+
+@dataclass
+class GenerationBatchResult:
+    """Outputs of one step: on the device when launched, on the host once `copy_done` is done.
+
+    `next_tokens` int64, `logprobs` and `raw_logprobs` float32, all `[sampling requests]` in batch order.
+    """
+
+    step: int
+    batch: list[Work]
+    next_tokens: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
+    raw_logprobs: torch.Tensor | None = None
+    routed_experts_output: RoutedExpertsOutput | None = None
+    copy_done: Event = field(default_factory=Event)
+
+    def copy_to_cpu(self, stream: CpuStream) -> None:
+        """Start the copies of all outputs; the event is recorded once, behind them."""
+        if self.next_tokens is not None and self.logprobs is not None and self.raw_logprobs is not None:
+            self.next_tokens = stream.to_host(self.next_tokens)
+            self.logprobs = stream.to_host(self.logprobs)
+            self.raw_logprobs = stream.to_host(self.raw_logprobs)
+        if self.routed_experts_output is not None:
+            self.routed_experts_output.copy_to_cpu(stream, self.copy_done)
+
+    def finalize(self) -> None:
+        """Wait for the copies and hand the routes to their requests."""
+        self.copy_done.synchronize()
+        if self.routed_experts_output is not None:
+            self.routed_experts_output.finalize()
+
+
+class ModelRunner:
+    """Runs the unmodified transformers model over the slot pool."""
+
+    def __init__(
+        self,
+        model: Any,
+        stream: CpuStream,
+        capturer: RoutedExpertsCapturer | None,
+        kv_tokens: int,
+        max_running_requests: int,
+        batch_invariant: bool,
+    ) -> None:
+        self.model = model
+        self.stream = stream
+        self.capturer = capturer
+        self.pool = KVPool(kv_tokens)
+        self._batch_invariant = batch_invariant
+        self._last_token = torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
+
+    def launch(self, step: int, batch: list[Work]) -> GenerationBatchResult:
+        """Queue one step and return at once."""
+        forward = self.prepare(batch)
+        result = GenerationBatchResult(step, batch)
+
+        def work() -> None:
+            self._forward(forward, result)
+            result.copy_to_cpu(self.stream)
+
+        self.stream.launch(work, result.copy_done)
+        return result
+
+    def prepare(self, batch: list[Work]) -> ForwardBatch:
+        """Note everything the step needs; runs on the host."""
+        position, slot = flatten(batch)
+        ends = np.cumsum([w.length for w in batch])
+        spans = [
+            Span(int(end) - w.length, int(end), w.request.slot, w.start + w.length)
+            for w, end in zip(batch, ends, strict=True)
+        ]
+        sampling = [(w, int(end) - 1) for w, end in zip(batch, ends, strict=True) if w.samples]
+        logits_rows = [row for _, row in sampling] or [0]
+        num_padding = max(0, MIN_ROWS - len(position)) if self._batch_invariant else 0
+        if self._batch_invariant and len(logits_rows) < MIN_ROWS:
+            logits_rows += [logits_rows[-1]] * (MIN_ROWS - len(logits_rows))
+        return ForwardBatch(
+            input_ids=torch.from_numpy(_pad(_host_tokens(batch, len(position)), num_padding)),
+            position_ids=torch.from_numpy(_pad(position, num_padding)),
+            decode_rows=torch.tensor([w.request.row for w in batch if w.is_decode], dtype=torch.int64),
+            attention=AttentionBatch(self.pool, spans, torch.from_numpy(slot), self._batch_invariant),
+            logits_rows=torch.tensor(logits_rows),
+            num_padding=num_padding,
+            sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
+            sampling=_sampling_batch([w for w, _ in sampling]) if sampling else None,
+            segments=[
+                RouteSegment(span.start, span.end, w.start, w.request.routes)
+                for w, span in zip(batch, spans, strict=True)
+                if w.request.routes is not None
+            ],
+        )
+
+    def _forward(self, batch: ForwardBatch, result: GenerationBatchResult) -> None:
+        batch.input_ids[: len(batch.decode_rows)] = self._last_token[batch.decode_rows]
+        if self.capturer is not None:
+            self.capturer.on_forward_begin()
+        logits = self.logits(batch)
+        if self.capturer is not None:
+            result.routed_experts_output = self.capturer.on_forward_end(
+                batch.attention.out_cache_loc, batch.segments, num_padding=batch.num_padding
+            )
+        if batch.sampling is not None:
+            drawn = sample(logits[: len(batch.sample_rows)], batch.sampling)
+            result.next_tokens, result.logprobs, result.raw_logprobs = drawn
+            self._last_token[batch.sample_rows] = drawn[0]
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """`[logits_rows, vocab]` of one flattened batch."""
+        output = self.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            cache=self.pool,
+            use_cache=False,
+            attention_batch=batch.attention,
+            logits_to_keep=batch.logits_rows,
+        )
+        return output.logits[0]
+
+
+def _pad(values: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(values, (0, count)) if count else values
+
+
+def _host_tokens(batch: list[Work], length: int) -> np.ndarray:
+    """Prompt tokens of a step; the places of decodes, which come first, are filled on the device."""
+    tokens = np.zeros(length, np.int64)
+    at = 0
+    for work in batch:
+        if not work.is_decode:
+            tokens[at : at + work.length] = work.request.request.prompt_ids[
+                work.start : work.start + work.length
+            ]
+        at += work.length
+    return tokens
+
+
+def _sampling_batch(works: list[Work]) -> SamplingBatch:
+    requests = [work.request for work in works]
+    keys = np.array([request.random_key for request in requests], np.uint64)
+    drawn_before = [work.start + work.length - work.request.prompt_len for work in works]
+    forbidden = [
+        (row, token)
+        for row, (request, count) in enumerate(zip(requests, drawn_before, strict=True))
+        if count < request.request.sampling_params.min_tokens
+        for token in request.stop.stop_token_ids
+    ]
+    params = [request.request.sampling_params for request in requests]
+    return SamplingBatch.build(params, uniforms(keys, np.array(drawn_before)), forbidden)

@@ -1,0 +1,67 @@
+"""Write traces from this process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from rollout.backend import Finished
+from storage.trace import RoutingSpec, Trace
+from storage.writer import TraceWriter
+
+ROW_GROUP_SAMPLES = 16
+
+
+class LocalRecorder:
+    """A Recorder over a TraceWriter in this process. Traces are encoded some at a time, row group by row group."""
+
+    def __init__(self, root: str | Path, spec: RoutingSpec) -> None:
+        self._writer = TraceWriter(root, spec)
+        self._pending: dict[int, list[Trace]] = {}
+        self._staged: set[int] = set()
+        self._lock = threading.Lock()
+
+    def committed_steps(self) -> list[int]:
+        """Steps that readers can see."""
+        return self._writer.committed_steps()
+
+    def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
+        """Stage traces; those that ended in an error are left out."""
+        with self._lock:
+            pending = self._pending.setdefault(step, [])
+            for trace in finished.traces():
+                if trace.finish_reason != "error":
+                    trace.reward = (rewards or {}).get(trace.sample_id, trace.reward)
+                    pending.append(trace)
+            if len(pending) >= ROW_GROUP_SAMPLES:
+                self._flush(step)
+
+    def _flush(self, step: int) -> None:
+        traces, self._pending[step] = self._pending[step], []
+        if traces:
+            self._writer.write(traces, step=step)
+            self._staged.add(step)
+
+    def commit(self, step: int) -> bool:
+        """Make the step visible; False when no trace was staged."""
+        with self._lock:
+            if step in self._pending:
+                self._flush(step)
+                del self._pending[step]
+            if step not in self._staged:
+                return False
+            self._writer.commit(step=step)
+            self._staged.discard(step)
+            return True
+
+    def abandon(self, step: int) -> None:
+        """Drop what was staged for the step."""
+        with self._lock:
+            self._pending.pop(step, None)
+            if step in self._staged:
+                self._staged.discard(step)
+                self._writer.abandon(step)
+
+    def close(self) -> None:
+        """Abandon what was not committed."""
+        self._writer.close()

@@ -1,0 +1,199 @@
+"""RouterReplay: the trainer's forward takes the recorded experts, the router's weights stay live."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.router import ForcedSelection, RouterForward, check_forcible, wrapped_forwards
+from storage.batch import ReplayBatch
+from storage.sites import find_routers
+from storage.trace import RoutingSpec
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What the last replay context did, over all its forwards.
+
+    Attributes:
+        sites_used: sites whose forward ran under replay, of `num_sites`.
+        rows: tokens forwarded per site; missing_share: those without a recorded row, which kept their native choice.
+        flipped_share: share of forced (token, site) pairs whose live choice is another *set* of experts.
+        flipped_per_site: the same by site.
+        reordered_share: share with the same set in another order.
+    """
+
+    sites_used: int
+    num_sites: int
+    rows: int
+    missing_share: float
+    flipped_share: float
+    flipped_per_site: list[float]
+    reordered_share: float
+
+
+class Recorded:
+    """What `RouterReplay.record` saw."""
+
+    def __init__(self, spec: RoutingSpec) -> None:
+        self._spec = spec
+        self._ids: list[list[torch.Tensor]] = [[] for _ in spec.sites]
+
+    def add(self, site: int, ids: torch.Tensor) -> None:
+        """Append one forward's ids `[rows, K]` of a site."""
+        self._ids[site].append(ids.detach())
+
+    @property
+    def routed_experts(self) -> np.ndarray:
+        """`[rows, sites, K]` of the spec's dtype, the rows of all forwards in order."""
+        counts = {sum(len(part) for part in parts) for parts in self._ids}
+        if counts == {0} or len(counts) != 1:
+            raise RuntimeError(
+                f"sites recorded {sorted(counts)} rows; run whole forwards inside `with replay.record()`"
+            )
+        out = np.zeros((counts.pop(), *self._spec.row_shape), self._spec.dtype)
+        for site, parts in enumerate(self._ids):
+            out[:, site, : self._spec.sites[site].top_k] = torch.cat(parts).cpu().numpy()
+        return out
+
+
+class RouterReplay:
+    """Forces the routers of one model instance; other models in the process are untouched.
+
+    >>> replay = RouterReplay(model)
+    >>> with replay(ReplayBatch.collate(traces, spec=replay.spec)) as batch:
+    ...     loss(model(**batch.model_inputs())).backward()      # open through backward: checkpointing runs routers again
+    >>> replay.report().flipped_share
+    0.0142
+
+    Raises:
+        ValueError: at construction, naming a router that cannot be forced exactly and why.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._routers = find_routers(model)
+        for router in self._routers:
+            check_forcible(router)
+        self.spec = RoutingSpec(tuple(router.site for router in self._routers))
+        self._counts = _Counts(self.spec.num_sites)
+
+    @contextlib.contextmanager
+    def __call__(self, batch: ReplayBatch | np.ndarray) -> Iterator[Any]:
+        """Force `batch`, or ids `[rows, sites, K]`, in every forward inside. Yields its argument.
+
+        Rows of a ReplayBatch are its `[B, S]` positions, flattened; those outside `route_mask` keep the native choice.
+
+        Raises:
+            ValueError: ids of another shape, out of range, or twice in a row, before any forward; in the forward,
+                a number of tokens other than the rows.
+            RuntimeError: on leaving, when some sites ran and others did not.
+        """
+        ids, mask = self._rows_of(batch)
+        self._counts = _Counts(self.spec.num_sites)
+        with wrapped_forwards(self._routers, lambda site, forward: self._forced(site, forward, ids, mask)):
+            yield batch
+        self._counts.check_all_or_none([site.name for site in self.spec.sites])
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recorded]:
+        """Record the model's own choice in every forward inside; no logit changes."""
+        recorded = Recorded(self.spec)
+
+        def wrap(site: int, forward: RouterForward) -> RouterForward:
+            def recording(*args: Any, **kwargs: Any) -> Any:
+                out = forward(*args, **kwargs)
+                recorded.add(site, out[2])
+                return out
+
+            return recording
+
+        with wrapped_forwards(self._routers, wrap):
+            yield recorded
+
+    def report(self) -> ReplayReport:
+        """Figures of the last replay context. Reads the device's counters, so call it outside the hot path."""
+        return self._counts.report()
+
+    def _rows_of(self, batch: ReplayBatch | np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(batch, ReplayBatch):
+            ids = batch.routed_experts.reshape(-1, *batch.routed_experts.shape[2:])
+            mask = batch.route_mask.reshape(-1)
+        else:
+            ids, mask = np.asarray(batch), None
+        ids = self.spec.check_routes(ids, name="replay")
+        self._check_distinct(ids, mask)
+        return torch.from_numpy(ids.copy()), None if mask is None else torch.from_numpy(mask.copy())
+
+    def _check_distinct(self, ids: np.ndarray, mask: np.ndarray | None) -> None:
+        """A missing row that was filled with zeros would send all of a token to expert 0: refuse it here."""
+        for index, site in enumerate(self.spec.sites):
+            ranked = np.sort(ids[:, index, : site.top_k], axis=-1)
+            twice = (ranked[:, 1:] == ranked[:, :-1]).any(-1)
+            if mask is not None:
+                twice &= mask
+            if twice.any():
+                row = int(twice.argmax())
+                raise ValueError(
+                    f"row {row} at site {index} ({site.name}) names an expert twice: {ids[row, index].tolist()}; "
+                    "a row that was not recorded must be masked, not filled"
+                )
+
+    def _forced(
+        self, site: int, forward: RouterForward, ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> RouterForward:
+        def replaying(*args: Any, **kwargs: Any) -> Any:
+            device = args[0].device if args else next(iter(kwargs.values())).device
+            wide = ids[:, site, : self.spec.sites[site].top_k].to(device, torch.int64)
+            live = None if mask is None else mask.to(device)
+            with ForcedSelection(wide, live, self.spec.sites[site].name) as selection:
+                out = forward(*args, **kwargs)
+            if selection.native is None:
+                raise RuntimeError(f"router {self.spec.sites[site].name} did not select; nothing was forced")
+            self._counts.add(site, selection.native, wide, live)
+            return out
+
+        return replaying
+
+
+class _Counts:
+    """Per-site counters that stay on the device until they are read."""
+
+    def __init__(self, num_sites: int) -> None:
+        self._rows = [0] * num_sites
+        self._sums: list[torch.Tensor | None] = [None] * num_sites
+
+    @torch.no_grad()
+    def add(self, site: int, native: torch.Tensor, forced: torch.Tensor, mask: torch.Tensor | None) -> None:
+        used = torch.ones(len(forced), dtype=torch.bool, device=forced.device) if mask is None else mask
+        flipped = (native.sort(-1).values != forced.sort(-1).values).any(-1)
+        reordered = (native != forced).any(-1) & ~flipped
+        sums = torch.stack([used.sum(), (flipped & used).sum(), (reordered & used).sum()])
+        previous = self._sums[site]
+        self._sums[site] = sums if previous is None else previous + sums
+        self._rows[site] += len(forced)
+
+    def check_all_or_none(self, names: list[str]) -> None:
+        unused = [name for name, rows in zip(names, self._rows, strict=True) if not rows]
+        if unused and len(unused) != len(names):
+            raise RuntimeError(
+                f"replay reached {len(names) - len(unused)} sites but not {unused[:3]}; was the forward cut short?"
+            )
+
+    def report(self) -> ReplayReport:
+        sums = [[0, 0, 0] if s is None else s.tolist() for s in self._sums]
+        forced, flipped, reordered = (sum(column) for column in zip(*sums, strict=True))
+        rows = sum(self._rows)
+        return ReplayReport(
+            sites_used=sum(count > 0 for count in self._rows),
+            num_sites=len(self._rows),
+            rows=max(self._rows),
+            missing_share=1 - forced / rows if rows else 0.0,
+            flipped_share=flipped / forced if forced else 0.0,
+            flipped_per_site=[s[1] / s[0] if s[0] else 0.0 for s in sums],
+            reordered_share=reordered / forced if forced else 0.0,
+        )

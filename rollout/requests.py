@@ -1,0 +1,125 @@
+"""From a user's call to checked requests. Everything that can be refused is refused here, before anything starts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rollout.backend import ModelInfo, SampleRequest
+from rollout.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class RequestBuilder:
+    """Checks prompts against one model and names samples `run/step/prompt_key/j`.
+
+    Args:
+        load_tokenizer: called once, when a prompt is a string or a stop string is given.
+    """
+
+    info: ModelInfo
+    run: str
+    load_tokenizer: Callable[[], Any]
+
+    def build(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        step: int,
+        call: int,
+        prompt_keys: Sequence[str] | None = None,
+        metadata: Sequence[dict[str, Any]] | None = None,
+    ) -> list[SampleRequest]:
+        """Requests in prompt order, the samples of one prompt side by side.
+
+        Raises:
+            ValueError, TypeError: naming the index of the prompt that does not fit, and why.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
+            raise TypeError(
+                f"prompts must be a non-empty list of strings or token id lists, got {prompts!r:.80}"
+            )
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}, need at least 1")
+        count = len(prompts)
+        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), count, SamplingParams)
+        facts = _per_prompt("metadata", metadata or {}, count, dict)
+        keys = self._keys(prompt_keys, count, call)
+        ids = [self._prompt_ids(index, prompt) for index, prompt in enumerate(prompts)]
+        for index in range(count):
+            self._check(index, ids[index], params[index])
+        return [
+            SampleRequest(f"{self.run}/{step}/{keys[i]}/{j}", step, ids[i], params[i], facts[i])
+            for i in range(count)
+            for j in range(num_samples)
+        ]
+
+    @staticmethod
+    def _keys(prompt_keys: Sequence[str] | None, count: int, call: int) -> list[str]:
+        if prompt_keys is None:
+            return [f"{call}-{index}" for index in range(count)]
+        keys = [str(key) for key in prompt_keys]
+        if len(keys) != count or len(set(keys)) != count:
+            raise ValueError(
+                f"prompt_keys must be {count} different strings, one per prompt, got {len(set(keys))} different"
+            )
+        for key in keys:
+            if not key or "/" in key:
+                raise ValueError(
+                    f"prompt key {key!r} is empty or has a '/'; it becomes a part of the sample_id"
+                )
+        return keys
+
+    def _prompt_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
+        try:
+            ids = self._tokenizer(index)(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            return tuple(operator.index(token) for token in ids)
+        except TypeError as error:
+            raise TypeError(
+                f"prompt {index} is {prompt!r:.80}, need a string or a list of token ids"
+            ) from error
+
+    def _tokenizer(self, index: int) -> Any:
+        if self.info.tokenizer_path is None:
+            raise ValueError(
+                f"prompt {index} needs a tokenizer and this checkpoint ships none; pass token ids and stop_token_ids"
+            )
+        return self._loaded_tokenizer
+
+    @cached_property
+    def _loaded_tokenizer(self) -> Any:
+        return self.load_tokenizer()
+
+    def _check(self, index: int, ids: tuple[int, ...], params: SamplingParams) -> None:
+        if not ids:
+            raise ValueError(f"prompt {index} is empty; it needs at least one token")
+        for what, tokens in (("prompt", ids), ("stop_token_ids of prompt", params.stop_token_ids)):
+            wrong = [token for token in tokens if not 0 <= token < self.info.vocab_size]
+            if wrong:
+                raise ValueError(
+                    f"{what} {index} has token id {wrong[0]}, outside the vocabulary [0, {self.info.vocab_size})"
+                )
+        total = len(ids) + params.max_tokens
+        if total > self.info.max_sequence_tokens:
+            raise ValueError(
+                f"prompt {index}: {len(ids)} prompt tokens + max_tokens {params.max_tokens} = {total} exceed "
+                f"{self.info.max_sequence_tokens} ({self.info.max_sequence_reason}); shorten the prompt or lower max_tokens"
+            )
+        if params.stop:
+            self._tokenizer(index)
+
+
+def _per_prompt(name: str, given: Any, count: int, kind: type) -> list[Any]:
+    """One value for all prompts, or a list of one per prompt."""
+    values = [given] * count if isinstance(given, kind) else list(given)
+    if len(values) != count or not all(isinstance(value, kind) for value in values):
+        raise ValueError(
+            f"{name} must be one {kind.__name__} or a list of {count}, one per prompt, got {given!r:.80}"
+        )
+    return values

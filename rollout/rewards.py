@@ -1,0 +1,68 @@
+"""Run a user's reward function on finished traces: plain functions at once, coroutines side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from storage.trace import Trace
+
+RewardFn = Callable[[Trace], float | Awaitable[float]]
+
+
+class RewardRunner:
+    """Calls `reward_fn(trace) -> float`; an `async def` one runs on an event loop of its own thread.
+
+    >>> runner = RewardRunner(lambda trace: float(trace.text == "12"))
+    """
+
+    def __init__(self, reward_fn: RewardFn) -> None:
+        self._fn = reward_fn
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, trace: Trace) -> Future[float]:
+        """The reward to come. An error of the function is raised by `result()`, naming the sample."""
+        if inspect.iscoroutinefunction(self._fn) or inspect.iscoroutinefunction(
+            getattr(self._fn, "__call__", None)
+        ):
+            return asyncio.run_coroutine_threadsafe(self._await(trace), self._event_loop())
+        future: Future[float] = Future()
+        try:
+            future.set_result(_checked(self._fn(trace), trace))
+        except Exception as error:
+            future.set_exception(_named(error, trace))
+        return future
+
+    async def _await(self, trace: Trace) -> float:
+        try:
+            value: Any = self._fn(trace)
+            return _checked(await value, trace)
+        except Exception as error:
+            raise _named(error, trace) from error
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="moe-rollout-rewards", daemon=True).start()
+        return self._loop
+
+    def close(self) -> None:
+        """Stop the event loop, if one was started."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _checked(value: Any, trace: Trace) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"reward_fn returned {value!r} for {trace.sample_id}, need a float") from error
+
+
+def _named(error: Exception, trace: Trace) -> Exception:
+    error.add_note(f"raised by reward_fn for {trace.sample_id}; nothing of this step was committed")
+    return error

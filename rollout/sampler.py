@@ -1,0 +1,125 @@
+"""Draw one token per row. Rows never influence each other, so a row's result does not depend on its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollout.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Parameters of B rows as tensors, and which rows need which filter (host integers, so nothing synchronises).
+
+    `forbidden` holds (row, token id) pairs that may not be drawn: stop tokens before `min_tokens`.
+    """
+
+    temperature: torch.Tensor
+    uniform: torch.Tensor
+    greedy: torch.Tensor
+    all_greedy: bool
+    any_scaled: bool
+    min_p: tuple[torch.Tensor, torch.Tensor] | None
+    top_k: list[tuple[int, int]]
+    top_p: tuple[torch.Tensor, torch.Tensor] | None
+    forbidden: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def build(
+        cls, params: Sequence[SamplingParams], uniform: np.ndarray, forbidden: Sequence[tuple[int, int]] = ()
+    ) -> SamplingBatch:
+        """From one SamplingParams and one uniform number per row."""
+        temperature = [p.temperature or 1.0 for p in params]
+        drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+        return cls(
+            temperature=torch.tensor(temperature, dtype=torch.float32)[:, None],
+            uniform=torch.from_numpy(uniform),
+            greedy=torch.tensor([p.temperature == 0 for p in params]),
+            all_greedy=not drawn,
+            any_scaled=any(t != 1.0 for t in temperature),
+            min_p=_rows_and_values([(i, params[i].min_p) for i in drawn if params[i].min_p > 0]),
+            top_k=[(i, params[i].top_k) for i in drawn if params[i].top_k > 0],
+            top_p=_rows_and_values([(i, params[i].top_p) for i in drawn if params[i].top_p < 1]),
+            forbidden=None
+            if not forbidden
+            else (_index([f[0] for f in forbidden]), _index([f[1] for f in forbidden])),
+        )
+
+
+def _index(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _rows_and_values(pairs: Sequence[tuple[int, float]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not pairs:
+        return None
+    return _index([row for row, _ in pairs]), torch.tensor(
+        [[value] for _, value in pairs], dtype=torch.float32
+    )
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw from `[B, vocab]` logits.
+
+    Returns:
+        next_tokens int64 `[B]`; logprobs float32 `[B]` under the distribution drawn from (for greedy rows the raw
+        log-softmax); raw_logprobs float32 `[B]`, the model's own log-softmax.
+    """
+    logits = logits.float()
+    raw = logits.log_softmax(-1)
+    allowed = logits
+    if batch.forbidden is not None:
+        allowed = logits.clone()
+        allowed[batch.forbidden] = -torch.inf
+    if batch.all_greedy:
+        tokens = allowed.argmax(-1)
+        chosen = raw.gather(-1, tokens[:, None])[:, 0]
+        return tokens, chosen, chosen
+    processed = _distribution(allowed, raw, batch)
+    tokens = torch.where(batch.greedy, allowed.argmax(-1), _draw(processed, batch.uniform))[:, None]
+    chosen = raw.gather(-1, tokens)[:, 0]
+    return tokens[:, 0], torch.where(batch.greedy, chosen, processed.gather(-1, tokens)[:, 0]), chosen
+
+
+def _distribution(allowed: torch.Tensor, raw: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Log-probabilities after temperature, min_p, top_k, top_p, in this order; filtered tokens are -inf."""
+    filtered = batch.min_p is not None or batch.top_k or batch.top_p is not None
+    if not filtered and not batch.any_scaled and batch.forbidden is None:
+        return raw
+    logits = allowed / batch.temperature
+    if batch.min_p is not None:
+        rows, floor = batch.min_p
+        probs = logits[rows].softmax(-1)
+        logits[rows] = logits[rows].masked_fill(probs < floor * probs.amax(-1, keepdim=True), -torch.inf)
+    for row, k in batch.top_k:
+        if k < logits.shape[-1]:
+            kth = logits[row].topk(k).values[-1]
+            logits[row] = logits[row].masked_fill(logits[row] < kth, -torch.inf)
+    if batch.top_p is not None:
+        rows, mass = batch.top_p
+        logits[rows] = _keep_top_p(logits[rows], mass)
+    return logits.log_softmax(-1)
+
+
+def _keep_top_p(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Keep the fewest most likely tokens whose probabilities reach `mass` (Holtzman et al. 2020)."""
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    probs = ranked.softmax(-1)
+    outside = probs.cumsum(-1) - probs >= mass
+    outside[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+
+
+def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Invert the cumulative distribution: the first token whose cumulative probability exceeds u times the total.
+
+    A token of probability zero adds nothing to the sum and can never be first. A row that is not finite draws the last
+    token; its logprob is not finite either, which the engine reports.
+    """
+    cumulative = logprobs.exp().cumsum(-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logprobs.shape[-1] - 1)

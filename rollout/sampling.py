@@ -1,0 +1,75 @@
+"""Sampling parameters in vLLM's spelling, checked when they are made. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+REMEDIES = {
+    "n": "pass num_samples= to sample() instead",
+    "best_of": "pass num_samples= to sample() and choose by reward",
+    "max_new_tokens": "it is called max_tokens here, as in vLLM",
+    "do_sample": "temperature=0 is greedy",
+    "logprobs": "logprobs of sampled tokens are always recorded",
+}
+
+
+class StrictModel(BaseModel):
+    """Base of all configuration: immutable, unknown keys refused by name with a suggestion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key not in cls.model_fields:
+                close = difflib.get_close_matches(key, cls.model_fields, 1)
+                hint = REMEDIES.get(key) or (
+                    f"did you mean {close[0]!r}?" if close else f"known: {sorted(cls.model_fields)}"
+                )
+                raise ValueError(f"unknown {cls.__name__} key {key!r}: {hint}")
+        return values
+
+
+class SamplingParams(StrictModel):
+    """How tokens are drawn and when a sequence ends.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, seed=0).top_k
+    0
+
+    Filters apply in this order: temperature, min_p, top_k, top_p. `top_k` 0 or -1 keeps all tokens. `max_tokens` 0
+    computes the prompt only. Without a `seed` a random one is drawn per call and recorded in the trace. A `stop`
+    string ends the sequence at the token that completes it; that token stays in `completion_ids`, `text` is cut.
+    """
+
+    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    max_tokens: int = Field(16, ge=0)
+    min_tokens: int = Field(0, ge=0)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value or ())
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("a stop string must not be empty")
+        return value
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        return self

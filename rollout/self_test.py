@@ -1,0 +1,141 @@
+"""Checks at load: the engine's logits and routes are those of the plain model, or the model is refused.
+
+An attention keyword that the slot pool does not honour, a cache type it cannot hold, a router that a kernel bypasses:
+each would give wrong rows silently. A short prompt is computed whole, in chunks and token by token, and compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rollout.backend import SampleRequest
+from rollout.capture import RoutedExpertsCapturer
+from rollout.model_runner import ModelRunner
+from rollout.sampling import SamplingParams
+from rollout.scheduler import Request, Work
+from rollout.stops import StopChecker
+
+PROMPT_LEN = 24
+# Mean |difference| of logits as a share of their spread. A wrong mask or scale is off by more than 0.1.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.04}
+
+
+class Reference(NamedTuple):
+    """A prompt `[T]`, the plain model's logits `[T, vocab]` and, with capture, its routes `[T, sites, K]`."""
+
+    tokens: list[int]
+    logits: torch.Tensor
+    routes: np.ndarray | None
+
+
+@torch.inference_mode()
+def plain_forward(
+    model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int
+) -> Reference:
+    """One forward of the model as transformers runs it, on pseudo-random tokens."""
+    tokens = [(7919 * i + 13) % vocab_size for i in range(min(PROMPT_LEN, max_len))]
+    if capturer is not None:
+        capturer.on_forward_begin()
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    routes = None
+    if capturer is not None:
+        routes = capturer.on_forward_end(torch.arange(len(tokens))).routed_experts.numpy()
+    return Reference(tokens, logits.float(), routes)
+
+
+def check_engine(runner: ModelRunner, reference: Reference) -> None:
+    """Compare the engine's forward with `reference`.
+
+    Raises:
+        ValueError: naming the check that failed and by how much.
+    """
+    length = len(reference.tokens)
+    for name, chunk in (("whole", length), ("in chunks", 7), ("token by token", 1)):
+        logits, routes = engine_forward(runner, reference.tokens, chunk)
+        error = float((logits - reference.logits).abs().mean() / reference.logits.std())
+        if not error <= TOLERANCE[runner.model.dtype]:
+            raise ValueError(
+                f"{type(runner.model).__name__} computed {name} on the slot pool differs from the plain model: mean logit "
+                f"error {error:.2e} of their spread. Its attention or cache is not supported exactly"
+            )
+        if reference.routes is not None and routes is not None:
+            _check_routes(runner, name, routes, reference.routes)
+
+
+def _check_routes(runner: ModelRunner, name: str, routes: np.ndarray, expected: np.ndarray) -> None:
+    agree = float((np.sort(routes, -1) == np.sort(expected, -1)).all(-1).mean())
+    if agree < (0.99 if runner.model.dtype is torch.float32 else 0.5):
+        raise ValueError(
+            f"{type(runner.model).__name__} computed {name}: only {agree:.1%} of the recorded routes are those of the plain model"
+        )
+
+
+def check_batch_invariance(runner: ModelRunner, reference: Reference) -> None:
+    """Require bit-equal logits whole, in chunks and beside another request.
+
+    Raises:
+        ValueError: this device, dtype or model does not give them.
+    """
+    tokens = reference.tokens
+    whole, _ = engine_forward(runner, tokens, len(tokens))
+    for chunk in (7, 1):
+        if not torch.equal(engine_forward(runner, tokens, chunk)[0], whole):
+            raise ValueError(_not_invariant(runner, f"in chunks of {chunk}"))
+    beside = _works([tokens, tokens[::-1]], 0, len(tokens))
+    logits = _run(runner, beside)[0]
+    if not torch.equal(logits[: len(tokens)], whole):
+        raise ValueError(_not_invariant(runner, "beside another request"))
+
+
+def _not_invariant(runner: ModelRunner, how: str) -> str:
+    return (
+        f"batch_invariant=True is not available for {type(runner.model).__name__} in {runner.model.dtype} on this machine: "
+        f"logits {how} differ in their last bits; use batch_invariant=False or dtype='float32'"
+    )
+
+
+def engine_forward(
+    runner: ModelRunner, tokens: list[int], chunk: int
+) -> tuple[torch.Tensor, np.ndarray | None]:
+    """Logits float32 `[T, vocab]` and routes `[T, sites, K]` of one prompt computed `chunk` tokens at a time."""
+    parts = [
+        _run(runner, _works([tokens], start, min(chunk, len(tokens) - start)))
+        for start in range(0, len(tokens), chunk)
+    ]
+    routes = [part[1] for part in parts if part[1] is not None]
+    return torch.cat([part[0] for part in parts]), np.concatenate(routes) if routes else None
+
+
+def _works(prompts: list[list[int]], start: int, length: int) -> list[Work]:
+    works = []
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=0)
+        request = SampleRequest("self-test/0/0/0", 0, tuple(prompt), params)
+        entry = Request(request, StopChecker(params, (), None), 0, 0, None)
+        entry.row, entry.slot = index, index * len(prompt)
+        works.append(Work(entry, start, length, samples=False))
+    return works
+
+
+def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarray | None]:
+    batch = runner.prepare(works)
+    rows = len(batch.attention.out_cache_loc)
+    batch = dataclasses.replace(batch, logits_rows=torch.arange(rows + batch.num_padding))
+    found: list[Any] = []
+
+    def work() -> None:
+        if runner.capturer is not None:
+            runner.capturer.on_forward_begin()
+        found.append(runner.logits(batch)[:rows].float())
+        if runner.capturer is not None:
+            output = runner.capturer.on_forward_end(
+                batch.attention.out_cache_loc, num_padding=batch.num_padding
+            )
+            found.append(output.routed_experts.numpy())
+
+    runner.stream.run(work)
+    return found[0], found[1] if len(found) > 1 else None

@@ -1,0 +1,34 @@
+"""Traces on disk and in Arrow. Needs numpy and pyarrow only: importing it loads neither torch nor ray."""
+
+from storage.batch import ReplayBatch
+from storage.dataset import TraceDataset
+from storage.errors import (
+    DamagedDataError,
+    DatasetError,
+    DuplicateSampleError,
+    FormatVersionError,
+    SpecMismatchError,
+    StepExistsError,
+)
+from storage.staging import clean_staging
+from storage.trace import RoutingSpec, Site, Trace, WeightSpan
+from storage.verify import verify_dataset
+from storage.writer import TraceWriter
+
+__all__ = [
+    "DamagedDataError",
+    "DatasetError",
+    "DuplicateSampleError",
+    "FormatVersionError",
+    "ReplayBatch",
+    "RoutingSpec",
+    "Site",
+    "SpecMismatchError",
+    "StepExistsError",
+    "Trace",
+    "TraceDataset",
+    "TraceWriter",
+    "WeightSpan",
+    "clean_staging",
+    "verify_dataset",
+]

@@ -1,0 +1,91 @@
+"""Ragged numpy rows <-> Arrow list columns. Reading never copies numbers; writing copies them once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from storage.trace import RoutingSpec
+
+MAX_ARRAY_BYTES = 2**31 - 1  # offsets of Arrow's `list` and `binary` are int32
+
+
+def list_array(rows: Sequence[np.ndarray | None], type_: pa.ListType) -> pa.ListArray:
+    """One list per row, null for None. All elements are concatenated once."""
+    present = [row for row in rows if row is not None]
+    values = np.concatenate(present) if present else np.empty(0)
+    return _lists(rows, pa.array(values, type_.value_type), type_)
+
+
+def routes_array(rows: Sequence[np.ndarray | None], spec: RoutingSpec, type_: pa.ListType) -> pa.ListArray:
+    """One `list<binary>` per `[rows, sites, K]` array; each binary is one token's `spec.row_bytes` bytes."""
+    present = [row for row in rows if row is not None]
+    total = sum(len(row) for row in present)
+    if total * spec.row_bytes > MAX_ARRAY_BYTES:
+        raise ValueError(
+            f"{len(present)} traces hold {total * spec.row_bytes:,} bytes of routes, an Arrow array holds "
+            f"{MAX_ARRAY_BYTES:,}; encode fewer traces at a time"
+        )
+    flat = np.concatenate([row.reshape(-1) for row in present]) if present else np.empty(0, spec.dtype)
+    offsets = np.arange(total + 1, dtype=np.int32) * np.int32(spec.row_bytes)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(flat.astype(wire_dtype(spec), copy=False))]
+    return _lists(rows, pa.Array.from_buffers(pa.binary(), total, buffers), type_)
+
+
+def _lists(rows: Sequence[np.ndarray | None], values: pa.Array, type_: pa.ListType) -> pa.ListArray:
+    lengths = [0 if row is None else len(row) for row in rows]
+    offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
+    nulls = pa.array([row is None for row in rows], pa.bool_())
+    return pa.ListArray.from_arrays(
+        offsets, values, type=type_, mask=nulls if any(nulls.to_pylist()) else None
+    )
+
+
+def list_views(column: pa.ListArray) -> Iterator[np.ndarray | None]:
+    """Read-only views of the elements of each list (bools, which Arrow packs into bits, are copied)."""
+    values, bounds = _values_and_bounds(column)
+    flat = values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type))
+    flat.flags.writeable = False
+    return _slices(column, flat, bounds)
+
+
+def route_views(column: pa.ListArray, spec: RoutingSpec) -> Iterator[np.ndarray | None]:
+    """Read-only `[rows, sites, K]` views of each list of binaries.
+
+    Raises:
+        ValueError: when a value does not have `spec.row_bytes` bytes.
+    """
+    values, bounds = _values_and_bounds(column)
+    flat = _bytes_of(values, spec.row_bytes).view(wire_dtype(spec)).reshape(len(values), *spec.row_shape)
+    flat.flags.writeable = False
+    return _slices(column, flat, bounds)
+
+
+def _values_and_bounds(column: pa.ListArray) -> tuple[pa.Array, np.ndarray]:
+    """The elements of a possibly sliced column, and where each list starts and ends among them."""
+    if not len(column):
+        return column.values.slice(0, 0), np.zeros(1, np.int32)
+    offsets = column.offsets.to_numpy()
+    return column.values.slice(offsets[0], offsets[-1] - offsets[0]), offsets - offsets[0]
+
+
+def _slices(column: pa.ListArray, flat: np.ndarray, bounds: np.ndarray) -> Iterator[np.ndarray | None]:
+    for valid, start, end in zip(column.is_valid().to_pylist(), bounds[:-1], bounds[1:], strict=True):
+        yield flat[start:end] if valid else None
+
+
+def _bytes_of(values: pa.BinaryArray, width: int) -> np.ndarray:
+    if not len(values):
+        return np.empty(0, np.uint8)
+    _, offset_buffer, data = values.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int32)[values.offset : values.offset + len(values) + 1]
+    if values.null_count or (np.diff(offsets) != width).any():
+        raise ValueError(f"routed_experts holds a value that is not {width} bytes long, as its spec demands")
+    return np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
+
+
+def wire_dtype(spec: RoutingSpec) -> np.dtype:
+    """`spec.dtype`, little-endian: how ids lie in files and buffers on every machine."""
+    return spec.dtype.newbyteorder("<")

@@ -1,0 +1,27 @@
+"""What can go wrong with a dataset, by name."""
+
+from __future__ import annotations
+
+
+class DatasetError(ValueError):
+    """Base of the errors below."""
+
+
+class FormatVersionError(DatasetError):
+    """The data was written by a newer format, or is no trace data at all."""
+
+
+class SpecMismatchError(DatasetError):
+    """Traces of one model meet a dataset of another."""
+
+
+class StepExistsError(DatasetError):
+    """The step is already committed; a committed step never changes."""
+
+
+class DuplicateSampleError(DatasetError):
+    """A sample_id appears a second time, in the same step or in a committed one."""
+
+
+class DamagedDataError(DatasetError):
+    """A committed file is missing, cut short or altered."""

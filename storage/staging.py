@@ -1,0 +1,124 @@
+"""Where writers prepare steps: `root/_staging/`, one locked directory per open step.
+
+A writer holds an exclusive `flock` on the directory of each step it has open, and the kernel drops it
+when the process dies, however it dies: staging without a lock is litter, and anyone can tell.
+`_staging` itself is locked for the short moments in which entries are made, judged or published. A lock
+says nothing about other hosts of a shared file system, hence the host in each name: another host's
+staging is left alone unless the caller says that no writer runs there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from storage.manifest import DATASET_FILE, dataset_json, fsync_directory, write_durably
+from storage.trace import RoutingSpec
+
+logger = logging.getLogger(__name__)
+_STAGING = "_staging"
+_ENTRY = re.compile(r"(?:\d{9,}|dataset)-(?P<host>.+)-[0-9a-f]{32}")
+
+
+class StagingDirectory:
+    """A locked directory that one writer fills, then renames into place or removes."""
+
+    def __init__(self, root: Path, step: int) -> None:
+        with staging_lock(root):
+            self.path = _new_entry(root, f"{step:09d}")
+            self.path.mkdir()
+            self._lock = _lock(self.path)
+
+    def publish(self, target: Path) -> None:
+        """Rename into place, atomically; OSError with ENOTEMPTY or EEXIST when `target` exists."""
+        os.rename(self.path, target)
+        os.close(self._lock)
+
+    def remove(self) -> None:
+        """Delete everything staged. A failure is logged: what stays is litter, never data."""
+        _remove(self.path)
+        os.close(self._lock)
+
+
+def create_dataset(root: Path, spec: RoutingSpec) -> None:
+    """Make `root` a dataset of `spec` unless it is one already. Of several racing writers one creates it."""
+    (root / _STAGING).mkdir(parents=True, exist_ok=True)
+    with staging_lock(root):
+        if (root / DATASET_FILE).exists():
+            return
+        temporary = _new_entry(root, "dataset")
+        write_durably(temporary, dataset_json(spec))
+        with suppress(FileExistsError):  # a writer on another host was faster
+            os.link(temporary, root / DATASET_FILE)
+        temporary.unlink()
+        fsync_directory(root)
+
+
+def dead_staging(root: Path, *, all_hosts: bool = False) -> list[Path]:
+    """Staging left by writers that died; of other hosts, whose locks are invisible, only when asked."""
+    if not (root / _STAGING).is_dir():
+        return []
+    with staging_lock(root):
+        return [entry for entry in sorted((root / _STAGING).iterdir()) if _is_dead(entry, all_hosts)]
+
+
+def clean_staging(root: str | os.PathLike[str], *, all_hosts: bool = False) -> list[Path]:
+    """Remove what dead writers left in `root/_staging`; returns the removed paths. Live writers keep theirs.
+
+    Pass `all_hosts=True` only when no writer of another host is at work on a shared file system.
+    """
+    dead = dead_staging(Path(root), all_hosts=all_hosts)
+    for entry in dead:
+        logger.warning("removing %s, left by a writer that died; it was never committed", entry)
+        _remove(entry)
+    return dead
+
+
+@contextmanager
+def staging_lock(root: Path) -> Iterator[None]:
+    """Exclusive among the threads and processes of this host; held while entries of `_staging` change."""
+    descriptor = _lock(root / _STAGING)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(directory: Path, flags: int = 0) -> int:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _new_entry(root: Path, what: str) -> Path:
+    return root / _STAGING / f"{what}-{socket.gethostname()}-{uuid.uuid4().hex}"
+
+
+def _is_dead(entry: Path, all_hosts: bool) -> bool:
+    match = _ENTRY.fullmatch(entry.name)
+    if match is None or (match["host"] != socket.gethostname() and not all_hosts):
+        return False
+    try:
+        os.close(_lock(entry, fcntl.LOCK_NB))
+    except (BlockingIOError, FileNotFoundError):  # a live writer holds it, or has just removed it
+        return False
+    return True
+
+
+def _remove(entry: Path) -> None:
+    try:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    except OSError as error:
+        logger.warning("could not remove %s: %s; clean_staging() will", entry, error)

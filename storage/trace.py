@@ -1,0 +1,291 @@
+"""The route contract: what one finished sequence is, and which experts chose its path.
+
+`routed_experts[i]` is the routing of token i *when token i was the model's input*; token i + 1 was sampled
+from that forward. A sequence of T tokens therefore has T - 1 rows: the last sampled token was never an input.
+Ids are logical, in the order the router returned them, never sorted. Missing rows are absent, never zero.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+
+
+class Site(NamedTuple):
+    """One router: module name, decoder layer index, number of ids it can return, ids per token (K).
+
+    >>> Site("model.layers.0.mlp.gate", layer=0, num_experts=16, top_k=2)
+    """
+
+    name: str
+    layer: int
+    num_experts: int
+    top_k: int
+
+
+class WeightSpan(NamedTuple):
+    """Rows `[row_start, row_end)` were computed with this weight version."""
+
+    version: int
+    row_start: int
+    row_end: int
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """The routers of one model, in execution order, MoE layers only. Fixes shape and dtype of every route.
+
+    >>> spec = RoutingSpec.uniform(num_sites=48, num_experts=128, top_k=8)
+    >>> spec.row_shape, spec.dtype, spec.row_bytes
+    ((48, 8), dtype('uint8'), 384)
+    """
+
+    sites: tuple[Site, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sites:
+            raise ValueError("a RoutingSpec needs at least one site; a dense model has no routes to record")
+        for site in self.sites:
+            if not 1 <= site.top_k <= site.num_experts <= 65536:
+                raise ValueError(f"site {site.name!r}: need 1 <= top_k <= num_experts <= 65536, got {site}")
+
+    @classmethod
+    def uniform(cls, *, num_sites: int, num_experts: int, top_k: int) -> RoutingSpec:
+        """A spec of equal sites named `site.0`, `site.1`, ... for tests and imported traces."""
+        return cls(tuple(Site(f"site.{i}", i, num_experts, top_k) for i in range(num_sites)))
+
+    @classmethod
+    def from_model(cls, model: Any) -> RoutingSpec:
+        """The spec of a transformers MoE model, read from the routers it declares (see storage/sites.py)."""
+        from storage.sites import find_routers
+
+        return cls(tuple(router.site for router in find_routers(model)))
+
+    @property
+    def num_sites(self) -> int:
+        """Number of routers."""
+        return len(self.sites)
+
+    @cached_property
+    def top_k(self) -> int:
+        """K of the array: the largest of all sites; a site with fewer leaves its last slots 0, unread."""
+        return max(site.top_k for site in self.sites)
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """uint8 when every site has at most 256 ids, else uint16. Never chosen from the data."""
+        return np.dtype(np.uint8 if max(site.num_experts for site in self.sites) <= 256 else np.uint16)
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """Shape of one row: (sites, K)."""
+        return self.num_sites, self.top_k
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's routes."""
+        return self.num_sites * self.top_k * self.dtype.itemsize
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal specs give equal text."""
+        return json.dumps({"sites": [site._asdict() for site in self.sites]}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RoutingSpec:
+        """Inverse of `to_json`; raises ValueError on anything else."""
+        try:
+            return cls(tuple(Site(**site) for site in json.loads(text)["sites"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a RoutingSpec: {text[:200]!r} ({error})") from error
+
+    @cached_property
+    def _highest_ids(self) -> np.ndarray:
+        """Largest id allowed per slot, `[sites, K]`: 0 in the slots a site does not use."""
+        slots = np.arange(self.top_k)
+        return np.stack([np.where(slots < site.top_k, site.num_experts - 1, 0) for site in self.sites])
+
+    def check_routes(self, routes: np.ndarray, *, name: str) -> np.ndarray:
+        """Return `routes` as C-contiguous `[rows, sites, K]` of `self.dtype`; ValueError if it cannot be."""
+        if routes.ndim != 3 or routes.shape[1:] != self.row_shape:
+            need = f"[rows, {self.num_sites}, {self.top_k}]"
+            raise ValueError(f"{name}: routed_experts has shape {routes.shape}, need {need}")
+        if routes.dtype.kind not in "iu":
+            raise ValueError(f"{name}: routed_experts is {routes.dtype}, need integers")
+        if len(routes):
+            outside = (routes.min(axis=0) < 0) | (routes.max(axis=0) > self._highest_ids)
+            if outside.any():
+                self._refuse_ids(routes, int(outside.any(axis=1).argmax()), name)
+        return np.ascontiguousarray(routes, dtype=self.dtype)
+
+    def _refuse_ids(self, routes: np.ndarray, index: int, name: str) -> None:
+        site = self.sites[index]
+        ids, unused = routes[:, index, : site.top_k], routes[:, index, site.top_k :]
+        where = f"{name}: site {index} ({site.name})"
+        if unused.any():
+            raise ValueError(f"{where} uses {site.top_k} of {self.top_k} slots, the rest must be 0")
+        raise ValueError(
+            f"{where} has an id in [{ids.min()}, {ids.max()}], need [0, {site.num_experts}); "
+            "were these routes recorded with another model?"
+        )
+
+
+def _same(left: Any, right: Any) -> bool:
+    arrays = isinstance(left, np.ndarray) or isinstance(right, np.ndarray)
+    return np.array_equal(left, right) if arrays else left == right
+
+
+def expected_rows(prompt_len: int, completion_len: int, finish_reason: str) -> int:
+    """Rows of a full trace: T - 1 with a token delivered, all P when prompt-only, none when aborted at once.
+
+    >>> expected_rows(5, 3, "stop"), expected_rows(5, 0, "length"), expected_rows(5, 0, "abort")
+    (7, 5, 0)
+    """
+    if completion_len:
+        return prompt_len + completion_len - 1
+    return prompt_len if finish_reason in ("length", "stop") else 0
+
+
+@dataclass
+class Trace:
+    """One finished sequence.
+
+    >>> ids = np.zeros((3, 1, 2), np.uint8)
+    >>> t = Trace(sample_id="run/0/0-0/0", step=0, prompt_ids=[5, 7], completion_ids=[9, 2],
+    ...           logprobs=[-0.1, -0.2], routed_experts=ids, finish_reason="stop", weight_version=0)
+    >>> t.token_ids, t.num_rows, t.group_id
+    ([5, 7, 9, 2], 3, 'run/0/0-0')
+
+    Attributes:
+        sample_id: `run/step/prompt_key/j`, never an attempt or an actor, so that a retry is recognisable.
+        step: the unit that is committed at once.
+        prompt_ids, completion_ids: token ids; a stop token is included, as in vLLM.
+        logprobs: float32, one per completion token, under the distribution it was sampled from (after
+            temperature, top-k, top-p, min-p; at temperature 0 the raw log-softmax).
+        routed_experts: integers `[route_len, sites, K]`, or None when not captured.
+        finish_reason: "stop", "length", "abort" or "error"; a trace with "error" is never committed.
+        weight_version: shorthand for one span over all rows; give `weight_versions` instead for several.
+        group_id: the prompt's id, shared by its samples. Default: sample_id without its last part.
+        raw_logprobs: float32, the model's own log-softmax of each completion token.
+        route_start: position of the first row.
+        route_valid: None or one bool per row; a False row is zeros that nobody reads.
+        stop_reason: the stop token id or stop string that ended it, if one did.
+        error: what went wrong when finish_reason is "error".
+
+    Raises:
+        ValueError: naming the sample when lengths, rows or spans contradict each other.
+    """
+
+    sample_id: str
+    step: int
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: np.ndarray
+    routed_experts: np.ndarray | None
+    finish_reason: FinishReason
+    weight_version: int = 0
+    group_id: str = ""
+    raw_logprobs: np.ndarray | None = None
+    route_start: int = 0
+    route_valid: np.ndarray | None = None
+    weight_versions: Sequence[WeightSpan] = ()
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    sampling_params: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    reward: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = [int(token) for token in self.prompt_ids]
+        self.completion_ids = [int(token) for token in self.completion_ids]
+        self.logprobs = np.asarray(self.logprobs, np.float32)
+        if self.raw_logprobs is not None:
+            self.raw_logprobs = np.asarray(self.raw_logprobs, np.float32)
+        if self.route_valid is not None:
+            self.route_valid = np.asarray(self.route_valid, bool)
+        self.group_id = self.group_id or self.sample_id.rpartition("/")[0] or self.sample_id
+        spans = [WeightSpan(*map(int, span)) for span in self.weight_versions]
+        self.weight_versions = spans or [WeightSpan(int(self.weight_version), 0, self.num_rows)]
+        self.weight_version = self.weight_versions[-1].version
+        self.check()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and completion."""
+        return self.prompt_ids + self.completion_ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a full trace of these tokens has, recorded or not."""
+        return expected_rows(len(self.prompt_ids), len(self.completion_ids), self.finish_reason)
+
+    @property
+    def route_len(self) -> int:
+        """Rows held: 0 when capture was off."""
+        return 0 if self.routed_experts is None else len(self.routed_experts)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal in every field; arrays by shape and value."""
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    def _fail(self, message: str) -> None:
+        raise ValueError(f"trace {self.sample_id!r}: {message}")
+
+    def check(self) -> None:
+        """Raise ValueError, naming the sample, when fields contradict each other."""
+        if not self.sample_id:
+            raise ValueError("a trace needs a sample_id such as 'run/0/0-0/0'")
+        if self.finish_reason not in FINISH_REASONS:
+            self._fail(f"finish_reason {self.finish_reason!r}, need one of {FINISH_REASONS}")
+        for name in ("logprobs", "raw_logprobs"):
+            values = getattr(self, name)
+            if values is not None and values.shape != (len(self.completion_ids),):
+                self._fail(
+                    f"{name} has shape {values.shape} for {len(self.completion_ids)} completion tokens"
+                )
+        self._check_rows()
+        self._check_spans()
+
+    def _check_rows(self) -> None:
+        if self.routed_experts is None:
+            if self.route_valid is not None or self.route_start:
+                self._fail("has route_valid or route_start but no routed_experts")
+            return
+        self.routed_experts = np.asarray(self.routed_experts)
+        if self.routed_experts.ndim != 3 or self.routed_experts.dtype.kind not in "iu":
+            self._fail(
+                f"routed_experts is {self.routed_experts.dtype} of shape {self.routed_experts.shape}, "
+                "need integers [rows, sites, K]"
+            )
+        end = self.route_start + self.route_len
+        if self.route_start < 0 or end != self.num_rows:
+            self._fail(
+                f"rows {self.route_start}..{end} for {len(self.token_ids)} tokens; the rows must end at "
+                f"{self.num_rows} (the last sampled token was never an input)"
+            )
+        if self.route_valid is None:
+            return
+        if self.route_valid.shape != (self.route_len,):
+            self._fail(f"route_valid has shape {self.route_valid.shape} for {self.route_len} rows")
+        if self.routed_experts[~self.route_valid].any():
+            self._fail("a row that route_valid calls invalid is not zero")
+
+    def _check_spans(self) -> None:
+        row = 0
+        for span in self.weight_versions:
+            if span.row_start != row or span.row_end < span.row_start:
+                self._fail(f"weight_versions {list(self.weight_versions)} do not cover the rows in order")
+            row = span.row_end
+        if row != self.num_rows:
+            self._fail(f"weight_versions end at row {row}, need {self.num_rows}")

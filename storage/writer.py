@@ -1,0 +1,209 @@
+"""TraceWriter: traces to staged Parquet files; a step becomes visible all at once, by one directory rename.
+
+Readers and crashes see a step's directory with everything in it, or no directory. Files, manifest and staging
+directory are fsynced before the rename and the dataset directory after it: a committed step survives
+power loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from storage.errors import DuplicateSampleError, StepExistsError
+from storage.manifest import committed_steps, fsync_directory, read_manifest, read_spec, step_directory
+from storage.open_step import OpenStep
+from storage.part import ROW_GROUP_SAMPLES
+from storage.schema import check_same_spec, conform, spec_of, table_problems, to_table
+from storage.staging import clean_staging, create_dataset, staging_lock
+from storage.trace import RoutingSpec, Trace
+
+logger = logging.getLogger(__name__)
+
+
+class TraceWriter:
+    """Writes one dataset. Several steps may be open at once; every method is thread-safe.
+
+    >>> with TraceWriter("traces/", spec) as writer:  # creates the dataset, or checks that it has this spec
+    ...     writer.write([trace, ...], step=0)        # staged on disk, invisible
+    ...     writer.write(to_table(more, spec), step=0)
+    ...     writer.commit(step=0)                     # traces/step-000000000/ appears
+    >>> writer.committed_steps()
+    [0]
+
+    Leaving the block, by its end or by an exception, drops every step that was not committed. Opening also
+    removes what dead writers of this host left behind.
+
+    Raises:
+        SpecMismatchError: when the dataset holds traces of another model.
+        FormatVersionError: when another release wrote the dataset.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], spec: RoutingSpec, *, max_part_bytes: int = 256 << 20
+    ) -> None:
+        self.root, self.spec, self.max_part_bytes = Path(root), spec, max_part_bytes
+        create_dataset(self.root, spec)
+        check_same_spec(spec, read_spec(self.root), f"the dataset {self.root}")
+        clean_staging(self.root)
+        self._lock = threading.RLock()
+        self._open: dict[int, OpenStep] = {}
+        self._seen_steps: set[int] = set()
+        self._step_of_sample: dict[str, int] = {}
+        self._closed = False
+
+    def committed_steps(self) -> list[int]:
+        """Steps that readers can see, ascending; other writers' too."""
+        return committed_steps(self.root)
+
+    def next_step(self) -> int:
+        """One more than the largest step that is committed or open here; 0 for an empty dataset."""
+        with self._lock:
+            return max([*self.committed_steps(), *self._open], default=-1) + 1
+
+    def write(self, traces: Sequence[Trace] | pa.Table, *, step: int) -> None:
+        """Stage traces, or a table of `to_table`, for `step`. `[]` opens a step that may stay empty.
+
+        Raises:
+            StepExistsError, DuplicateSampleError, SpecMismatchError: nothing of this call is staged.
+            ValueError: the same; a trace has finish_reason "error", another step, or contradicts itself.
+            OSError: the disk failed or is full; the step is abandoned, committed steps are intact.
+        """
+        with self._lock:
+            self._check_usable(step)
+            tables = self._tables(traces)
+            self._check_rows(tables, step)
+            self._check_new([i for table in tables for i in table.column("sample_id").to_pylist()], step)
+            with self._abandoning(step):
+                if step not in self._open:
+                    self._open[step] = OpenStep(self.root, step, self.spec, self.max_part_bytes)
+                for table in tables:
+                    self._open[step].write(table)
+
+    def commit(self, step: int) -> None:
+        """Make what was staged for `step` visible, all at once and durably.
+
+        Raises:
+            ValueError: when nothing was written for `step`.
+            StepExistsError, DuplicateSampleError: when another writer was faster; the step is abandoned.
+            OSError: the disk failed or is full; the step is abandoned, committed steps are intact.
+        """
+        with self._lock:
+            self._check_usable(step)
+            if step not in self._open:
+                raise ValueError(
+                    f"nothing was written for step {step}, so there is nothing to commit; call write() first"
+                )
+            with self._abandoning(step):
+                self._publish(step, self._open[step])
+            del self._open[step]
+            fsync_directory(self.root)
+            logger.info("committed step %d to %s", step, self.root)
+
+    def abandon(self, step: int) -> None:
+        """Drop what was staged for `step`, if anything was."""
+        with self._lock:
+            open_step = self._open.pop(step, None)
+            if open_step is not None:
+                open_step.remove()
+
+    def close(self) -> None:
+        """Abandon every step that was not committed. Further writes are refused; closing twice is fine."""
+        with self._lock:
+            if self._open:
+                logger.warning(
+                    "dropping steps %s of %s: they were not committed", sorted(self._open), self.root
+                )
+            for step in list(self._open):
+                self.abandon(step)
+            self._closed = True
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_usable(self, step: int) -> None:
+        if self._closed:
+            raise ValueError(f"this TraceWriter of {self.root} is closed; open a new one")
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
+        if step not in self._open and step_directory(self.root, step).exists():
+            raise self._step_exists(step)
+
+    def _step_exists(self, step: int) -> StepExistsError:
+        return StepExistsError(
+            f"step {step} is committed in {self.root} already, and a committed step never changes; go on "
+            f"with step {self.next_step()}, or remove {step_directory(self.root, step)} to sample it again"
+        )
+
+    def _tables(self, traces: Sequence[Trace] | pa.Table) -> list[pa.Table]:
+        if not isinstance(traces, pa.Table):
+            starts = range(0, len(traces), ROW_GROUP_SAMPLES)
+            return [to_table(traces[start : start + ROW_GROUP_SAMPLES], self.spec) for start in starts]
+        check_same_spec(spec_of(traces.schema), self.spec, f"the dataset {self.root}")
+        if problems := table_problems(traces):
+            raise ValueError("; ".join(problems[:3]))
+        return [conform(traces)]
+
+    def _check_rows(self, tables: list[pa.Table], step: int) -> None:
+        for table in tables:
+            for row in table.select(["sample_id", "step", "finish_reason", "error"]).to_pylist():
+                name = f"trace {row['sample_id']!r}"
+                if row["finish_reason"] == "error":
+                    raise ValueError(f"{name} failed ({row['error']}): leave it out, or sample it again")
+                if row["step"] != step:
+                    raise ValueError(f"{name} is of step {row['step']} and cannot be written to step {step}")
+
+    def _check_new(self, sample_ids: list[str], step: int) -> None:
+        if step not in self._open:
+            self._see_committed()
+        staged = self._open[step].sample_ids if step in self._open else set()
+        for sample_id, count in Counter(sample_ids).items():
+            if count > 1 or sample_id in staged:
+                raise DuplicateSampleError(f"sample_id {sample_id!r} was written to step {step} before")
+            self._check_not_committed(sample_id)
+
+    def _check_not_committed(self, sample_id: str) -> None:
+        if (owner := self._step_of_sample.get(sample_id)) is not None:
+            raise DuplicateSampleError(
+                f"sample_id {sample_id!r} is committed in step {owner} of {self.root} already"
+            )
+
+    def _see_committed(self) -> None:
+        for step in set(self.committed_steps()) - self._seen_steps:
+            self._step_of_sample.update(dict.fromkeys(read_manifest(self.root, step).sample_ids, step))
+            self._seen_steps.add(step)
+
+    def _publish(self, step: int, open_step: OpenStep) -> None:
+        open_step.seal()
+        with staging_lock(self.root):  # writers of this host publish one after the other
+            if step_directory(self.root, step).exists():
+                raise self._step_exists(step)
+            self._see_committed()
+            for sample_id in open_step.sample_ids:
+                self._check_not_committed(sample_id)
+            try:
+                open_step.publish(step_directory(self.root, step))
+            except FileExistsError as error:  # a writer on another host was faster
+                raise self._step_exists(step) from error
+
+    @contextmanager
+    def _abandoning(self, step: int) -> Iterator[None]:
+        """Abandon `step` on any failure: what is staged may be incomplete. Say so when the disk failed."""
+        try:
+            yield
+        except BaseException as error:
+            self.abandon(step)
+            if not isinstance(error, OSError):
+                raise
+            text = f"{error.strerror or error} (step {step} was abandoned and may be written again)"
+            raise OSError(error.errno, text, error.filename or str(self.root)) from error

@@ -1,0 +1,242 @@
+"""ActorPool over Ray: every sample exactly once, whatever dies; load, backpressure, errors, weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.dispatch import Dispatch, Limits
+from actors.finished import RemoteFinished
+from actors.pool import ActorPool
+from storage.schema import to_table
+from storage.trace import Trace
+from tests.actors.fakes import SPEC, FakeBackend, expected_trace, make_request, make_requests
+from tests.actors.waiting import eventually
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@contextmanager
+def pool_of(num_actors: int, limits: Limits | None = None, **options: Any) -> Iterator[ActorPool]:
+    limits = limits or Limits(chunk_samples=2, outstanding_chunks=2)
+    pool = ActorPool(
+        "model",
+        num_actors=num_actors,
+        engine_options=options,
+        num_cpus=0.5,
+        backend_factory=FakeBackend,
+        limits=limits,
+    )
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def collect(pool: ActorPool, requests: list) -> list[Trace]:
+    return [trace for finished in pool.stream(requests) for trace in finished.traces()]
+
+
+def assert_exactly(traces: list[Trace], requests: list, version: int = 0) -> None:
+    """Each request once, with the tokens and routes its sample id determines."""
+    assert Counter(t.sample_id for t in traces) == Counter(r.sample_id for r in requests)
+    by_id = {trace.sample_id: trace for trace in traces}
+    for request in requests:
+        expected = expected_trace(request, version)
+        assert by_id[request.sample_id].completion_ids == expected.completion_ids
+        assert (by_id[request.sample_id].routed_experts == expected.routed_experts).all()
+
+
+def dispatch_of(pool: ActorPool, requests: list, limits: Limits) -> Dispatch:
+    return Dispatch(pool._slots, requests, limits, SPEC, threading.Event())
+
+
+def started(journal: Path) -> int:
+    return len(list(journal.glob("start-*")))
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: None) -> Iterator[ActorPool]:
+    with pool_of(2) as pool:
+        yield pool
+
+
+def test_every_sample_once_from_both_actors(pool: ActorPool) -> None:
+    requests = make_requests(prompts=10, samples=3, milliseconds=5)
+    traces = collect(pool, requests)
+    assert_exactly(traces, requests)
+    assert len({trace.metadata["pid"] for trace in traces}) == 2
+    assert pool.info.spec == SPEC
+
+
+def test_results_stay_in_the_object_store_until_asked_for(pool: ActorPool) -> None:
+    for finished in pool.stream(make_requests(prompts=2, samples=1)):
+        assert isinstance(finished.ref, ray.ObjectRef)
+        assert [t.sample_id for t in finished.traces()] == list(finished.sample_ids)
+        assert finished.traces()[0] is finished.traces()[0]
+        assert not finished.traces()[0].routed_experts.flags.writeable
+
+
+def test_the_actor_with_less_to_do_gets_the_next_chunk(pool: ActorPool) -> None:
+    slow = [make_request("run/0/slow/0", milliseconds=1500), make_request("run/0/slow/1")]
+    requests = [*slow, *make_requests(prompts=40, samples=1, milliseconds=5)]
+    limits = Limits(chunk_samples=2, outstanding_chunks=1)
+    stream = dispatch_of(pool, requests, limits).run()
+    pid_of = {trace.sample_id: trace.metadata["pid"] for finished in stream for trace in finished.traces()}
+    assert sorted(Counter(pid_of.values()).values()) == [2, 40]
+    assert pid_of["run/0/slow/0"] == pid_of["run/0/slow/1"] != pid_of["run/0/0/0"]
+
+
+def test_a_paused_consumer_bounds_what_is_sampled(journal: Path) -> None:
+    requests = make_requests(prompts=200, samples=1)
+    with pool_of(2, Limits(chunk_samples=5, outstanding_chunks=3), journal=str(journal)) as pool:
+        stream = pool.stream(requests)
+        next(stream)
+        time.sleep(0.7)
+        assert started(journal) <= 2 * 3 * 5
+        traces = [trace for finished in stream for trace in finished.traces()]
+        assert started(journal) == 200
+        assert len(traces) >= 200 - 5
+
+
+def test_one_stream_of_an_actor_holds_a_bounded_number_of_objects(journal: Path) -> None:
+    requests = make_requests(prompts=40, samples=1, milliseconds=20)
+    limits = Limits(chunk_samples=40, outstanding_chunks=1, tables_in_flight=2)
+    with pool_of(1, limits, journal=str(journal)) as pool:
+        stream = pool.stream(requests)
+        next(stream)
+        assert eventually(lambda: started(journal) == 40)
+        time.sleep(0.2)
+        tables = 1 + sum(1 for _ in stream)
+    assert tables <= 2 + 3  # unbounded, the 40 traces would have come in about 40 tables
+
+
+def test_early_close_aborts_what_runs_and_starts_nothing_more(journal: Path) -> None:
+    requests = [make_request("run/0/0/0"), *make_requests(prompts=30, samples=1, step=1, milliseconds=60_000)]
+    with pool_of(1, journal=str(journal)) as pool:
+        stream = pool.stream(requests)
+        next(stream)
+        assert eventually(lambda: started(journal) >= 2)
+        stream.close()
+        running = started(journal)
+        assert eventually(lambda: len(list(journal.glob("abort-*"))) >= 1)
+        time.sleep(0.3)
+        assert started(journal) == running <= 3
+        after = make_requests(prompts=3, samples=1, step=2)
+        assert_exactly(collect(pool, after), after)
+
+
+def test_an_actor_that_dies_in_mid_stream_loses_and_doubles_nothing(journal: Path) -> None:
+    requests = make_requests(prompts=12, samples=4, milliseconds=5)
+    limits = Limits(chunk_samples=6, outstanding_chunks=2)
+    with pool_of(2, limits, journal=str(journal), die_at="run/0/5/1") as pool:
+        traces = collect(pool, requests)
+    assert_exactly(traces, requests)
+    assert len(list(journal.glob("death-*"))) == 1
+
+
+def test_an_actor_killed_from_outside_is_replaced_with_the_current_weights() -> None:
+    first, second = make_requests(prompts=2, samples=2), make_requests(prompts=6, samples=2, step=1)
+    with pool_of(1) as pool:
+        pool.update_weights({"w": 1}, version=3)
+        pid = collect(pool, first)[0].metadata["pid"]
+        os.kill(pid, signal.SIGKILL)
+        traces = collect(pool, second)
+    assert_exactly(traces, second, version=3)
+    assert {trace.weight_version for trace in traces} == {3}
+    assert pid not in {trace.metadata["pid"] for trace in traces}
+
+
+def test_a_sample_that_kills_every_actor_ends_the_stream_by_name(journal: Path) -> None:
+    limits = Limits(chunk_samples=1, outstanding_chunks=1, max_attempts=2)
+    with pool_of(1, limits, journal=str(journal), die_at="run/0/1/0", die_times=99) as pool:
+        with pytest.raises(
+            RuntimeError, match=r"2 actors died over samples \['run/0/1/0'\].*actor 0: ActorDiedError"
+        ):
+            collect(pool, make_requests(prompts=3, samples=1))
+        assert len(list(journal.glob("death-*"))) == 2
+
+
+def test_an_engine_error_keeps_its_type_and_words_and_the_pool_survives() -> None:
+    with pool_of(1, fail_at="run/0/1/0") as pool:
+        with pytest.raises(ValueError, match=r"^sample run/0/1/0 hit a bad kernel$"):
+            collect(pool, make_requests(prompts=3, samples=1))
+        after = make_requests(prompts=2, samples=1, step=1)
+        assert_exactly(collect(pool, after), after)
+
+
+def test_a_model_that_does_not_load_raises_the_original_error() -> None:
+    with (
+        pytest.raises(FileNotFoundError, match=r"^no model at /nowhere$"),
+        pool_of(2, load_error="no model at /nowhere"),
+    ):
+        pass
+
+
+def test_weights_that_do_not_fit_change_no_actor(pool: ActorPool) -> None:
+    requests = make_requests(prompts=8, samples=1, step=4)
+    with pytest.raises(ValueError, match=r"^unknown weights \['q'\]$"):
+        pool.update_weights({"w": 1, "q": 2}, version=9)
+    assert_exactly(collect(pool, requests), requests, version=0)
+
+
+def test_weights_wait_for_an_idle_pool(pool: ActorPool) -> None:
+    stream = pool.stream(make_requests(prompts=8, samples=1, step=5))
+    next(stream)
+    with pytest.raises(RuntimeError, match="1 streams are running"):
+        pool.update_weights({"w": 1}, version=1)
+    stream.close()
+
+
+def test_closing_the_pool_ends_running_streams_with_abort() -> None:
+    requests = make_requests(prompts=8, samples=1, milliseconds=60_000)
+    with pool_of(1) as pool:
+        stream = pool.stream([make_request("run/0/first/0"), *requests])
+        next(stream)
+        pool.close()
+        reasons = {t.sample_id: t.finish_reason for finished in stream for t in finished.traces()}
+    assert {reasons[request.sample_id] for request in requests} == {"abort"}
+    with pytest.raises(RuntimeError, match="closed"):
+        next(pool.stream(requests))
+
+
+def test_a_second_arrival_of_a_sample_is_dropped(pool: ActorPool) -> None:
+    requests = make_requests(prompts=1, samples=3)
+    dispatch = dispatch_of(pool, requests, Limits())
+    both, last = ([expected_trace(r) for r in part] for part in (requests[:2], requests[1:]))
+    arrivals = [
+        RemoteFinished(ray.put(to_table(traces, SPEC)), [t.sample_id for t in traces])
+        for traces in (both, both, last)
+    ]
+    fresh = [[t.sample_id for f in dispatch._first_arrivals(a) for t in f.traces()] for a in arrivals]
+    assert fresh == [["run/0/0/0", "run/0/0/1"], [], ["run/0/0/2"]]
+
+
+def test_requests_with_one_sample_id_twice_are_refused(pool: ActorPool) -> None:
+    with pytest.raises(ValueError, match="2 requests share 1 sample ids"):
+        next(pool.stream([make_request("run/0/0/0")] * 2))
+
+
+def test_control_calls_answer_while_the_actor_samples(pool: ActorPool) -> None:
+    stream = pool.stream([make_request("run/0/0/0"), make_request("run/0/1/0", milliseconds=3000)])
+    next(stream)
+    begin = time.monotonic()
+    health = [ray.get(slot.handle.health.remote()) for slot in pool._slots]
+    assert time.monotonic() - begin < 1
+    assert all(one["loaded"] for one in health)
+    stream.close()
+
+
+def test_no_actors_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_actors is 0"):
+        ActorPool("model", num_actors=0)

@@ -1,0 +1,163 @@
+"""RemoteRecorder over Ray with the real writer: one commit per step, errors in their own words, bounded, crash-safe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import pytest
+import ray
+
+import actors
+from actors.finished import RemoteFinished
+from actors.sink import RemoteRecorder, SinkDiedError
+from storage import TraceDataset
+from storage.errors import DuplicateSampleError, SpecMismatchError, StepExistsError
+from storage.schema import to_table
+from storage.trace import RoutingSpec, Trace
+from tests.actors.fakes import SPEC, InMemory, expected_trace, make_requests
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "traces"
+
+
+@pytest.fixture
+def recorder(root: Path) -> Iterator[RemoteRecorder]:
+    recorder = actors.open_recorder(root, SPEC)
+    yield recorder
+    recorder.close()
+
+
+def traces_of(step: int, prompts: int = 4) -> list[Trace]:
+    return [expected_trace(request) for request in make_requests(prompts, 2, step=step)]
+
+
+def remote(traces: list[Trace]) -> RemoteFinished:
+    return RemoteFinished(ray.put(to_table(traces, SPEC)), [trace.sample_id for trace in traces])
+
+
+def count(root: Path) -> int:
+    query = f"select count(distinct sample_id) from '{root}/step-*/*.parquet'"
+    return duckdb.sql(query).fetchall()[0][0]
+
+
+def test_a_step_appears_with_its_commit_and_equals_what_was_sent(
+    recorder: RemoteRecorder, root: Path
+) -> None:
+    traces = traces_of(step=0)
+    recorder.write(remote(traces[:5]), 0)
+    recorder.write(InMemory(traces[5:]), 0, rewards={traces[7].sample_id: 0.5})
+    assert recorder.committed_steps() == []
+    recorder.commit(0)
+    assert recorder.committed_steps() == [0]
+    assert count(root) == 8
+    stored = TraceDataset(root)
+    assert stored.verify() == []
+    for trace in traces:
+        assert (stored[trace.sample_id].routed_experts == trace.routed_experts).all()
+    assert [stored[t.sample_id].reward for t in traces[6:]] == [None, 0.5]
+
+
+def test_tables_are_never_fetched_by_the_recorder(recorder: RemoteRecorder) -> None:
+    class Unfetchable(RemoteFinished):
+        def table(self):
+            raise AssertionError("fetched")
+
+    finished = remote(traces_of(step=0))
+    recorder.write(Unfetchable(finished.ref, finished.sample_ids), 0)
+    recorder.commit(0)
+    assert recorder.committed_steps() == [0]
+
+
+def test_a_trace_with_an_error_is_left_out(recorder: RemoteRecorder, root: Path) -> None:
+    good, bad = traces_of(step=0)[:2]
+    bad.finish_reason, bad.error = "error", "a failed step"
+    recorder.write(remote([good, bad]), 0)
+    recorder.commit(0)
+    assert [trace.sample_id for trace in TraceDataset(root)] == [good.sample_id]
+
+
+def test_abandon_drops_a_step_and_leaves_others(recorder: RemoteRecorder, root: Path) -> None:
+    for step in (0, 1):
+        recorder.write(remote(traces_of(step)), step)
+    recorder.abandon(0)
+    recorder.commit(1)
+    assert recorder.committed_steps() == [1]
+    recorder.write(remote(traces_of(0)), 0)
+    recorder.commit(0)
+    assert count(root) == 16
+
+
+def test_a_failed_write_fails_the_commit_again_and_again_until_abandoned(
+    recorder: RemoteRecorder, root: Path
+) -> None:
+    traces = traces_of(step=0)
+    recorder.write(remote(traces[:3]), 0)
+    recorder.write(remote(traces[2:]), 0)  # the third sample a second time
+    for _ in range(2):
+        with pytest.raises(DuplicateSampleError, match=traces[2].sample_id):
+            recorder.commit(0)
+    assert recorder.committed_steps() == []
+    recorder.abandon(0)
+    recorder.write(remote(traces), 0)
+    recorder.commit(0)
+    assert count(root) == 8
+
+
+def test_a_committed_step_is_refused_in_the_writers_own_words(recorder: RemoteRecorder) -> None:
+    recorder.write(remote(traces_of(0)), 0)
+    recorder.commit(0)
+    recorder.write(remote(traces_of(0)), 0)
+    with pytest.raises(StepExistsError, match="step 0 is committed"):
+        recorder.commit(0)
+
+
+def test_another_models_dataset_is_refused_when_opening(recorder: RemoteRecorder, root: Path) -> None:
+    other = RoutingSpec.uniform(num_sites=3, num_experts=16, top_k=2)
+    with pytest.raises(SpecMismatchError, match="3 sites"):
+        actors.open_recorder(root, other)
+
+
+def test_writes_wait_when_the_sink_falls_behind(root: Path) -> None:
+    recorder = RemoteRecorder(root, SPEC, outstanding_writes=2)
+    slow = [_later.remote(to_table([trace], SPEC), 0.4) for trace in traces_of(step=0)[:4]]
+    begin = time.monotonic()
+    recorder.write(RemoteFinished(slow[0], []), 0)
+    recorder.write(RemoteFinished(slow[1], []), 0)
+    assert time.monotonic() - begin < 0.3
+    recorder.write(RemoteFinished(slow[2], []), 0)
+    assert time.monotonic() - begin > 0.3
+    recorder.write(RemoteFinished(slow[3], []), 0)
+    recorder.commit(0)
+    assert count(root) == 4
+    recorder.close()
+
+
+@ray.remote(num_cpus=0)
+def _later(table, seconds: float):
+    time.sleep(seconds)
+    return table
+
+
+def test_a_sink_that_died_says_so_and_committed_steps_are_intact(
+    recorder: RemoteRecorder, root: Path
+) -> None:
+    recorder.write(remote(traces_of(0)), 0)
+    recorder.commit(0)
+    recorder.write(remote(traces_of(1)), 1)
+    ray.kill(recorder._sink)
+    with pytest.raises(SinkDiedError, match=f"the actor that writes {root} died.*open the dataset again"):
+        recorder.commit(1)
+    again = actors.open_recorder(root, SPEC)
+    assert again.committed_steps() == [0]
+    again.write(remote(traces_of(1)), 1)
+    again.commit(1)
+    again.close()
+    assert count(root) == 16
+    assert TraceDataset(root).verify() == []
