@@ -20,8 +20,8 @@ class ActorOptions(StrictModel):
     num_actors: int = Field(2, ge=1)
     num_cpus: float = Field(1, ge=0)
     num_gpus: float = Field(0, ge=0)
-    resources: dict[str, float] = {}
-    runtime_env: dict[str, Any] = {}
+    resources: dict[str, float] = Field(default_factory=dict)
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
 
 
 class PipelineConfig(StrictModel):
@@ -32,8 +32,8 @@ class PipelineConfig(StrictModel):
 
     Attributes:
         model: local path or hub id.
-        traces: directory of the dataset. In a Ray job it must be absolute: the job runs in a copy of the working directory
-            that Ray deletes.
+        traces: directory of the dataset. In a Ray job it must be absolute: the job runs in a copy of the working
+            directory that Ray deletes.
         run: first part of every sample_id.
         steps: steps 0 .. steps - 1; committed ones are skipped.
         prompts: JSONL or Parquet with `prompt` (text) or `prompt_ids` (list of ids), and optionally `key`.
@@ -41,7 +41,8 @@ class PipelineConfig(StrictModel):
         num_samples: completions per prompt.
         sampling, engine, actors: tables; see SamplingParams, EngineOptions, ActorOptions.
 
-    A relative path counts from the folder of the config file; `~` is the home directory. `model` is a path when that exists.
+    A relative path counts from the folder of the config file; `~` is the home directory. `model` is a path when that
+    exists.
     """
 
     model: str
@@ -93,12 +94,10 @@ def _with_absolute_paths(config: PipelineConfig, path: Path, environ: Mapping[st
     def absolute(value: str) -> str:
         return value if "://" in value else str((folder / Path(value).expanduser()).resolve())
 
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ and absolute(config.traces).startswith(
-        str(Path.cwd().resolve())
-    ):
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ and absolute(config.traces).startswith(str(Path.cwd().resolve())):
         raise ConfigError(
-            f"{path}: traces = {config.traces!r} lies in the Ray job's copy of the working directory, which Ray deletes; "
-            "give an absolute path"
+            f"{path}: traces = {config.traces!r} lies in the Ray job's copy of the working directory, "
+            "which Ray deletes; give an absolute path"
         )
     model = absolute(config.model)
     update = {"traces": absolute(config.traces), "prompts": absolute(config.prompts)}

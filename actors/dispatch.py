@@ -56,9 +56,7 @@ class _Call:
         ref = next(self.items, None)
         if ref is None:
             fetch(self.table)  # a failed call ends with its error where a table would be
-            raise RuntimeError(
-                f"generator actor {self.slot.index} ended without samples {sorted(self.pending)}"
-            )
+            raise RuntimeError(f"generator actor {self.slot.index} ended without samples {sorted(self.pending)}")
         if self.table is None:
             self.table = ref
             return None
@@ -89,13 +87,9 @@ class Dispatch:
         self._slots, self._limits, self._spec, self._closed = slots, limits, spec, closed
         self._missing = {request.sample_id for request in requests}
         if len(self._missing) != len(requests):
-            raise ValueError(
-                f"{len(requests)} requests share {len(self._missing)} sample ids; each must be unique"
-            )
+            raise ValueError(f"{len(requests)} requests share {len(self._missing)} sample ids; each must be unique")
         size = min(limits.chunk_samples, -(-len(requests) // len(slots)))
-        self._waiting = deque(
-            _Chunk(tuple(requests[i : i + size])) for i in range(0, len(requests), size or 1)
-        )
+        self._waiting = deque(_Chunk(tuple(requests[i : i + size])) for i in range(0, len(requests), size or 1))
         self._calls: list[_Call] = []
 
     def run(self) -> Iterator[RemoteFinished]:

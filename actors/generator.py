@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import abc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ def local_backend(model: str, **engine_options: Any) -> EngineBackend:
 
 
 class Generator:
-    """An engine that is loaded, asked and stopped by plain calls. It needs no Ray; `GeneratorActor` runs it in an actor.
+    """An engine that is loaded, asked and stopped by plain calls; `GeneratorActor` runs it in a Ray actor.
 
     >>> generator = Generator("rollout/tiny_moe", {"dtype": "float32"})
     >>> generator.load().spec.row_shape
@@ -53,7 +54,7 @@ class Generator:
 
     @ray.method(concurrency_group="control")
     def load(self, weights: Any = None, version: int = 0) -> ModelInfo:
-        """Load the model, then `weights` on top of it if given. Not part of `__init__`, so that errors keep their type."""
+        """Load the model, then `weights` on top of it. Not part of `__init__`, so that errors keep their type."""
         backend = self._backend_factory(self._model, **self._engine_options)
         if weights is not None:
             backend.update_weights(weights, version)
@@ -62,7 +63,7 @@ class Generator:
 
     def generate(
         self, requests: Sequence[SampleRequest], stopped: Callable[[], bool] = lambda: False
-    ) -> Iterator[pa.Table]:
+    ) -> abc.Generator[pa.Table, None, None]:
         """Yield finished traces as tables of about 1 MB, sooner when nothing else is finished.
 
         Closing the iterator, or `stopped()` becoming true, aborts the rest of the requests.
@@ -109,9 +110,15 @@ class _GeneratorActor(Generator):
                 yield table["sample_id"].to_pylist()
 
 
-GeneratorActor = ray.remote(
-    concurrency_groups={"control": 2, "generate": CONCURRENT_STREAMS}, max_restarts=0, max_task_retries=0
-)(_GeneratorActor)
-"""`Generator` in an actor. Control calls answer while it samples. Ray never restarts it by itself: it would come back with
-the checkpoint's weights and could sample with them before the pool applied the current ones; nor does Ray repeat a call,
-which would splice two different samplings (`ActorPool` replaces a dead actor and resubmits what is missing)."""
+_OPTIONS: dict[str, Any] = {
+    "concurrency_groups": {"control": 2, "generate": CONCURRENT_STREAMS},
+    "max_restarts": 0,
+    "max_task_retries": 0,
+}
+GeneratorActor: Any = ray.remote(**_OPTIONS)(_GeneratorActor)
+"""`Generator` in an actor. Control calls answer while it samples.
+
+Ray never restarts it by itself: it would come back with the checkpoint's weights and could sample with them before the
+pool applied the current ones. Nor does Ray repeat a call, which would splice two different samplings. `ActorPool`
+replaces a dead actor and resubmits what is missing.
+"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -25,7 +25,7 @@ def pack(
     abort: Callable[[], None],
     stopped: Callable[[], bool] = lambda: False,
     limit_bytes: int = PACK_BYTES,
-) -> Iterator[pa.Table]:
+) -> Generator[pa.Table, None, None]:
     """Yield tables of the traces that are finished by now; a table closes at the trace that reaches `limit_bytes`.
 
     Waits only while nothing is finished. Ends early once `stopped()`. Ending early calls `abort`, since a generator

@@ -38,14 +38,19 @@ def run(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any] = r
     [0, 1, 2, 3]
     """
     prompts = read_prompts(config.prompts)
-    prompts_of_step(prompts, 0, config.prompts_per_step)  # refuses too many before anything starts
-    with make_client(config) as client:
-        committed = set(committed_steps(Path(config.traces)))
-        todo = [step for step in range(config.steps) if step not in committed]
-        logger.info("%s: %d of %d steps are committed", config.traces, config.steps - len(todo), config.steps)
-        for step in todo:
-            _run_step(client, config, step, prompts_of_step(prompts, step, config.prompts_per_step))
-    return todo
+    batches = {step: prompts_of_step(prompts, step, config.prompts_per_step) for step in _missing_steps(config)}
+    logger.info("%s: %d of %d steps to do", config.traces, len(batches), config.steps)
+    if batches:
+        with make_client(config) as client:
+            for step, batch in batches.items():
+                _run_step(client, config, step, batch)
+    return list(batches)
+
+
+def _missing_steps(config: PipelineConfig) -> list[int]:
+    traces = Path(config.traces)
+    committed = set(committed_steps(traces)) if traces.exists() else set()
+    return [step for step in range(config.steps) if step not in committed]
 
 
 def _run_step(client: Any, config: PipelineConfig, step: int, prompts: Sequence[Prompt]) -> None:
@@ -61,9 +66,7 @@ def _run_step(client: Any, config: PipelineConfig, step: int, prompts: Sequence[
     with contextlib.closing(stream), _progress(samples, f"step {step}") as bar:
         for trace in stream:
             if trace.finish_reason == "error":
-                raise RuntimeError(
-                    f"step {step} is not committed: sample {trace.sample_id} failed: {trace.error}"
-                )
+                raise RuntimeError(f"step {step} is not committed: sample {trace.sample_id} failed: {trace.error}")
             tokens += len(trace.completion_ids)
             bar.update()
     seconds = time.monotonic() - started

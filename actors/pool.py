@@ -72,11 +72,9 @@ class ActorPool:
         self._streams = 0
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._slots = [
-            ActorSlot(index, self._start, self._limits.max_attempts) for index in range(num_actors)
-        ]
+        self._slots = [ActorSlot(index, self._start, self._limits.max_attempts) for index in range(num_actors)]
         try:
-            self._info: ModelInfo = [self._await_loaded(slot) for slot in self._slots][0]
+            self._info, *_ = [self._await_loaded(slot) for slot in self._slots]
         except BaseException:
             self.close()
             raise
@@ -115,9 +113,7 @@ class ActorPool:
         with self._changed:
             self._check_open()
             if self._streams:
-                raise RuntimeError(
-                    f"{self._streams} streams are running; finish or close them before update_weights"
-                )
+                raise RuntimeError(f"{self._streams} streams are running; finish or close them before update_weights")
             for slot in self._slots:
                 self._await_loaded(slot)
             self._update_all((_shareable(source), version))
@@ -184,18 +180,13 @@ def _shareable(source: Any) -> Any:
     if isinstance(source, str | Path):
         return absolute_if_local(source)
     return ray.put(
-        {
-            name: tensor.detach().cpu() if hasattr(tensor, "detach") else tensor
-            for name, tensor in source.items()
-        }
+        {name: tensor.detach().cpu() if hasattr(tensor, "detach") else tensor for name, tensor in source.items()}
     )
 
 
 def _limits_for(engine_options: Mapping[str, Any]) -> Limits:
     """Half more samples outstanding per actor than it runs at once, in chunks of a quarter."""
-    running = engine_options.get(
-        "max_running_requests", EngineOptions.model_fields["max_running_requests"].default
-    )
+    running = engine_options.get("max_running_requests", EngineOptions.model_fields["max_running_requests"].default)
     return Limits(chunk_samples=max(1, running // 4), outstanding_chunks=6)
 
 

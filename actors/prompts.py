@@ -70,9 +70,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{where} is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise ConfigError(
-                    f'{where} is {line.strip()[:40]!r}, need an object such as {{"prompt": "12+34="}}'
-                )
+                raise ConfigError(f'{where} is {line.strip()[:40]!r}, need an object such as {{"prompt": "12+34="}}')
             yield where, row
 
 
@@ -84,19 +82,23 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
-    text, ids, key = (row.get(name) for name in COLUMNS)
+    key = str(row.get("key", index))
+    if not key or "/" in key:
+        raise ConfigError(f"{where}: key is {key!r}; it must not be empty or contain '/', which separates a sample_id")
+    return Prompt(_text_or_ids(row, where), key)
+
+
+def _text_or_ids(row: dict[str, Any], where: str) -> str | list[int]:
+    text, ids = row.get("prompt"), row.get("prompt_ids")
     if (text is None) == (ids is None):
         raise ConfigError(f"{where} needs exactly one of 'prompt' and 'prompt_ids', it has {sorted(row)}")
-    if text is not None and not isinstance(text, str):
+    if isinstance(text, str):
+        return text
+    if text is not None:
         raise ConfigError(f"{where}: prompt is {text!r}, need text; token ids go into 'prompt_ids'")
-    if ids is not None and not (isinstance(ids, list) and all(type(token) is int for token in ids)):
-        raise ConfigError(f"{where}: prompt_ids is {ids!r}, need a list of integers")
-    key = str(index if key is None else key)
-    if not key or "/" in key:
-        raise ConfigError(
-            f"{where}: key is {key!r}; it must not be empty or contain '/', which separates a sample_id"
-        )
-    return Prompt(ids if text is None else text, key)
+    if isinstance(ids, list) and all(type(token) is int for token in ids):
+        return ids
+    raise ConfigError(f"{where}: prompt_ids is {ids!r}, need a list of integers")
 
 
 def _check_keys_differ(prompts: list[Prompt], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small facts of Ray that the pool and the sink share: which errors mean a dead process, and how to get at the original one."""
+"""What the pool and the sink need to know of Ray: which errors mean a dead process, how to get the original error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
 
 
 def fetch(ref: Any) -> Any:
-    """`ray.get(ref)`, raising what the remote code raised, in its own type and words, instead of Ray's wrapping of it."""
+    """`ray.get(ref)`, raising what the remote code raised, in its own type and words."""
     try:
         return ray.get(ref)
     except RayTaskError as error:

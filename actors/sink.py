@@ -29,10 +29,11 @@ class SinkDiedError(RuntimeError):
 
 
 class Sink:
-    """One TraceWriter, opened by a call of its own, so that its errors keep their type. `TraceSink` runs it in an actor."""
+    """One TraceWriter. It is opened by a call of its own, so that errors keep their type."""
 
     def __init__(self, root: str, spec: RoutingSpec) -> None:
         self._root, self._spec = root, spec
+        self._staged: set[int] = set()
 
     def open(self) -> None:
         """Open the dataset for writing."""
@@ -41,14 +42,21 @@ class Sink:
     def write(self, table: pa.Table, step: int, rewards: dict[str, float] | None) -> None:
         """Stage one table; traces that ended in an error are left out."""
         table = table.filter(pc.not_equal(table["finish_reason"], "error"))
-        self._writer.write(set_rewards(table, rewards) if rewards else table, step=step)
+        if table.num_rows:
+            self._writer.write(set_rewards(table, rewards) if rewards else table, step=step)
+            self._staged.add(step)
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int) -> bool:
         """See `Recorder.commit`."""
+        if step not in self._staged:
+            return False
         self._writer.commit(step=step)
+        self._staged.discard(step)
+        return True
 
     def abandon(self, step: int) -> None:
         """See `Recorder.abandon`."""
+        self._staged.discard(step)
         self._writer.abandon(step)
 
     def committed_steps(self) -> list[int]:
@@ -60,7 +68,7 @@ class Sink:
         self._writer.close()
 
 
-TraceSink = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(Sink)
+TraceSink: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(Sink)
 """`Sink` in an actor. Its calls run one by one, in the order in which the recorder made them."""
 
 
@@ -75,9 +83,7 @@ class RemoteRecorder:
         Exception: what the writer raised, in its own type and words; a write's error comes with the commit.
     """
 
-    def __init__(
-        self, root: str | Path, spec: RoutingSpec, outstanding_writes: int = OUTSTANDING_WRITES
-    ) -> None:
+    def __init__(self, root: str | Path, spec: RoutingSpec, outstanding_writes: int = OUTSTANDING_WRITES) -> None:
         self._root, self._bound = str(root), outstanding_writes
         self._lock = threading.Lock()
         self._running: list[Any] = []
@@ -99,14 +105,15 @@ class RemoteRecorder:
             self._running.append(write)
             self._writes[step].append(write)
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int) -> bool:
         """Wait for the writes of `step`, then make them visible. A step with a failed write is never committed."""
         with self._lock:
             writes = list(self._writes[step])
         for write in writes:
             self._fetch(write)
-        self._call("commit", step)
+        committed = self._call("commit", step)
         self._forget(step)
+        return committed
 
     def abandon(self, step: int) -> None:
         """Drop what was staged for `step`, failed writes too."""

@@ -75,7 +75,8 @@ class ActorSlot:
             self._deaths += 1
             if self._deaths >= self._max_attempts:
                 raise RuntimeError(
-                    f"generator actor {self.index} died {self._deaths} times in a row; its last error: {first_line(error)}"
+                    f"generator actor {self.index} died {self._deaths} times in a row; "
+                    f"its last error: {first_line(error)}"
                 ) from error
             logger.warning("generator actor %d died and is replaced: %s", self.index, first_line(error))
             ray.kill(handle)

@@ -15,7 +15,7 @@ from rollout.capture import RoutedExpertsCapturer
 from rollout.config import EngineOptions
 from rollout.device import CpuStream, open_stream
 from rollout.engine import Engine
-from rollout.experts import MIN_ROWS, use_experts_implementation
+from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
 from rollout.loader import LoadedModel, load_model
 from rollout.model_runner import ModelRunner
 from rollout.scheduler import Request, Scheduler
@@ -75,7 +75,7 @@ def _build(
     kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options)
     capturer = None
     if options.enable_return_routed_experts:
-        rows = max(options.max_batch_tokens, 2 * MIN_ROWS, 64)
+        rows = max(options.max_batch_tokens + ROW_MULTIPLE, 64)
         capturer = RoutedExpertsCapturer(loaded.model, loaded.spec, rows)
     reference: list[Reference] = []
     stream.run(

@@ -1,24 +1,53 @@
-"""Experts implementations of our own, registered through transformers' public experts interface.
+"""Experts implementations of our own, registered through transformers' public experts interface. Inference only.
 
 `hit_experts` sorts the (token, slot) pairs by expert and runs one pair of matrix products per expert that was hit;
-transformers' CPU `grouped_mm` visits all experts. `batch_invariant_experts` pads each group to at least 16 rows: from
-there on a row's bits do not depend on how many rows share the product (checked at start, see self_test.py).
+transformers' CPU `grouped_mm` visits all experts. `batch_invariant_experts` lays each group out in at least 16 rows:
+from there on a row's bits do not depend on how many rows share the product (checked at start, see self_test.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 MIN_ROWS = 16
+# silu and sigmoid compute the last elements of a tensor, those that fill no pair of SIMD registers, in other last bits.
+# A multiple of 32 rows leaves none.
+ROW_MULTIPLE = 32
 
 
-def hit_experts(
-    self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+class Groups(NamedTuple):
+    """(token, slot) pairs in groups by expert. `row` int64 `[tokens * K]`: where each pair lies in the groups' layout;
+    `bounds`: (expert, start, end) of each hit expert; `size`: rows of the layout, with padding."""
+
+    row: torch.Tensor
+    bounds: list[tuple[int, int, int]]
+    size: int
+
+
+def group_by_expert(ids: torch.Tensor, num_experts: int, min_rows: int) -> Groups:
+    """Groups of `[tokens, K]` ids, each at least `min_rows` high.
+
+    >>> group_by_expert(torch.tensor([[2, 0], [2, 1]]), num_experts=3, min_rows=1)
+    Groups(row=tensor([2, 0, 3, 1]), bounds=[(0, 0, 1), (1, 1, 2), (2, 2, 4)], size=4)
+    """
+    flat = ids.reshape(-1)
+    counts = torch.bincount(flat, minlength=num_experts)
+    if len(counts) > num_experts:
+        raise ValueError(f"expert id {len(counts) - 1} for {num_experts} experts; use experts_implementation='eager'")
+    heights = counts.clamp_min(min_rows) * (counts > 0)
+    starts = heights.cumsum(0) - heights
+    order = flat.argsort(stable=True)
+    rank = torch.arange(len(flat)) - (counts.cumsum(0) - counts)[flat[order]]
+    row = torch.empty_like(flat)
+    row[order] = starts[flat[order]] + rank
+    bounds = [(e, a, a + h) for e, (a, h) in enumerate(zip(starts.tolist(), heights.tolist(), strict=True)) if h]
+    return Groups(row, bounds, bounds[-1][2])
+
+
+def hit_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """Expert outputs `[tokens, hidden]` for ids and weights `[tokens, K]`; one GEMM pair per hit expert."""
     return _by_expert(self, hidden, top_k_index, top_k_weights, min_rows=1)
 
@@ -26,49 +55,41 @@ def hit_experts(
 def batch_invariant_experts(
     self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The same with every GEMM at least 16 rows high."""
-    return _by_expert(self, hidden, top_k_index, top_k_weights, min_rows=MIN_ROWS)
+    """The same with every GEMM at least 16 rows high, and the layout a multiple of 32 rows."""
+    return _by_expert(self, hidden, top_k_index, top_k_weights, min_rows=MIN_ROWS, row_multiple=ROW_MULTIPLE)
 
 
 def _by_expert(
-    self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, min_rows: int
+    self: Any,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    min_rows: int,
+    row_multiple: int = 1,
 ) -> torch.Tensor:
     tokens, slots = top_k_index.shape
-    flat = top_k_index.reshape(-1)
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=self.num_experts).tolist()
-    if len(counts) > self.num_experts:
-        raise ValueError(
-            f"expert id {len(counts) - 1} for {self.num_experts} experts; use experts_implementation='eager'"
-        )
-    sorted_hidden = hidden[order // slots]
-    sorted_out = torch.empty_like(sorted_hidden)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            rows = slice(start, start + count)
-            sorted_out[rows] = _one_expert(self, expert, sorted_hidden[rows], min_rows)
-            start += count
-    out = torch.empty_like(sorted_out)
-    out[order] = sorted_out
-    weighted = out.view(tokens, slots, -1) * top_k_weights.unsqueeze(-1)
+    groups = group_by_expert(top_k_index, self.num_experts, min_rows)
+    rows = hidden.new_zeros(groups.size + -groups.size % row_multiple, hidden.shape[-1])
+    rows[groups.row] = hidden.repeat_interleave(slots, dim=0)
+    projected = _grouped_linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups)
+    activated = self._apply_gate(projected) if self.has_gate else self.act_fn(projected)
+    out = _grouped_linear(self, "down_proj", activated, groups)
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    weighted = out[groups.row].view(tokens, slots, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(dim=1).to(hidden.dtype)
 
 
-def _one_expert(self: Any, expert: int, rows: torch.Tensor, min_rows: int) -> torch.Tensor:
-    count = len(rows)
-    if count < min_rows:
-        rows = F.pad(rows, (0, 0, 0, min_rows - count))
-    projected = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", expert, rows)
-    activated = self._apply_gate(projected) if self.has_gate else self.act_fn(projected)
-    out = _linear(self, "down_proj", expert, activated)
-    return (self.post_expert_norm(out) if self.has_post_expert_norm else out)[:count]
-
-
-def _linear(self: Any, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    weight = getattr(self, name)[expert]
-    bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
-    return F.linear(rows, weight.t() if self.is_transposed else weight, bias)
+def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+    weight = getattr(self, name)
+    if not self.is_transposed:
+        weight = weight.transpose(-2, -1)
+    out = rows.new_empty(len(rows), weight.shape[-1])
+    for expert, start, end in groups.bounds:
+        torch.mm(rows[start:end], weight[expert], out=out[start:end])
+        if self.has_bias:
+            out[start:end] += getattr(self, f"{name}_bias")[expert]
+    return out
 
 
 def use_experts_implementation(model: Any, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -90,5 +91,11 @@ class KVPool:
     ) -> None:
         rows = states[0].transpose(0, 1)
         if layer not in store:
-            store[layer] = rows.new_empty(self.size, *rows.shape[1:])  # untouched pages cost no memory
+            store[layer] = _lazy_zeros((self.size, *rows.shape[1:]), rows.dtype)
         store[layer].index_copy_(0, slots, rows[: len(slots)])
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose pages cost no memory until they are written (torch.zeros writes them all)."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -19,7 +19,7 @@ from rollout.backend import Finished, ModelInfo, SampleRequest
 from rollout.build import BuiltEngine, build_engine
 from rollout.config import EngineOptions
 from rollout.scheduler import Request
-from rollout.stops import cut_at_stop
+from rollout.stops import PARTIAL, cut_at_stop
 from storage.schema import to_table
 from storage.trace import RoutingSpec, Trace
 
@@ -192,10 +192,6 @@ class LocalBackend:
 
     def _trace(self, request: Request) -> Trace:
         params = request.request.sampling_params
-        tokenizer = self._built.tokenizer
-        text = None
-        if tokenizer is not None:
-            text = cut_at_stop(tokenizer.decode(request.output_ids, skip_special_tokens=True), params.stop)
         aborted_early = request.finish_reason in ("abort", "error") and not request.output_ids
         return Trace(
             sample_id=request.request.sample_id,
@@ -210,7 +206,17 @@ class LocalBackend:
             weight_version=request.weight_version,
             seed=request.seed,
             sampling_params=params.model_dump(mode="json"),
-            text=text,
+            text=self._text(request),
             metadata=request.request.metadata,
             error=request.error,
         )
+
+    def _text(self, request: Request) -> str | None:
+        tokenizer = self._built.tokenizer
+        if tokenizer is None:
+            return None
+        text = tokenizer.decode(request.output_ids, skip_special_tokens=True)
+        if not isinstance(request.stop_reason, str):
+            return text
+        before = tokenizer.decode(request.output_ids[:-1], skip_special_tokens=True)
+        return cut_at_stop(text, request.stop_reason, len(before.rstrip(PARTIAL)))

@@ -11,7 +11,7 @@ import torch
 from rollout.attention import AttentionBatch, Span
 from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSegment
 from rollout.device import CpuStream, Event
-from rollout.experts import MIN_ROWS
+from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.kv_pool import KVPool
 from rollout.rng import uniforms
 from rollout.sampler import SamplingBatch, sample
@@ -105,14 +105,16 @@ class ModelRunner:
         ]
         sampling = [(w, int(end) - 1) for w, end in zip(batch, ends, strict=True) if w.samples]
         logits_rows = [row for _, row in sampling] or [0]
-        num_padding = max(0, MIN_ROWS - len(position)) if self._batch_invariant else 0
+        num_padding = -len(position) % ROW_MULTIPLE if self._batch_invariant else 0
         if self._batch_invariant and len(logits_rows) < MIN_ROWS:
             logits_rows += [logits_rows[-1]] * (MIN_ROWS - len(logits_rows))
         return ForwardBatch(
             input_ids=torch.from_numpy(_pad(_host_tokens(batch, len(position)), num_padding)),
             position_ids=torch.from_numpy(_pad(position, num_padding)),
             decode_rows=torch.tensor([w.request.row for w in batch if w.is_decode], dtype=torch.int64),
-            attention=AttentionBatch(self.pool, spans, torch.from_numpy(slot), self._batch_invariant),
+            attention=AttentionBatch.plan(
+                self.pool, spans, torch.from_numpy(slot), self.model.dtype, self._batch_invariant
+            ),
             logits_rows=torch.tensor(logits_rows),
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),

@@ -78,7 +78,7 @@ class RouterReplay:
     def __init__(self, model: Any) -> None:
         self._routers = find_routers(model)
         for router in self._routers:
-            check_forcible(router)
+            check_forcible(router, model.get_submodule(router.site.name.rpartition(".")[0]))
         self.spec = RoutingSpec(tuple(router.site for router in self._routers))
         self._counts = _Counts(self.spec.num_sites)
 

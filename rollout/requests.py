@@ -48,8 +48,8 @@ class RequestBuilder:
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}, need at least 1")
         count = len(prompts)
-        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), count, SamplingParams)
-        facts = _per_prompt("metadata", metadata or {}, count, dict)
+        params = _per_prompt("sampling_params", SamplingParams() if sampling_params is None else sampling_params, count, SamplingParams)
+        facts = _per_prompt("metadata", {} if metadata is None else metadata, count, dict)
         keys = self._keys(prompt_keys, count, call)
         ids = [self._prompt_ids(index, prompt) for index, prompt in enumerate(prompts)]
         for index in range(count):
@@ -78,6 +78,8 @@ class RequestBuilder:
 
     def _prompt_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
         try:
+            if isinstance(prompt, (bytes, bytearray)):
+                raise TypeError("bytes are neither text nor token ids")
             ids = self._tokenizer(index)(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             return tuple(operator.index(token) for token in ids)
         except TypeError as error:
@@ -117,7 +119,7 @@ class RequestBuilder:
 
 def _per_prompt(name: str, given: Any, count: int, kind: type) -> list[Any]:
     """One value for all prompts, or a list of one per prompt."""
-    values = [given] * count if isinstance(given, kind) else list(given)
+    values = [given] * count if isinstance(given, kind) else list(given) if isinstance(given, Sequence) else []
     if len(values) != count or not all(isinstance(value, kind) for value in values):
         raise ValueError(
             f"{name} must be one {kind.__name__} or a list of {count}, one per prompt, got {given!r:.80}"

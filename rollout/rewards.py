@@ -23,6 +23,8 @@ class RewardRunner:
     def __init__(self, reward_fn: RewardFn) -> None:
         self._fn = reward_fn
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
     def start(self, trace: Trace) -> Future[float]:
         """The reward to come. An error of the function is raised by `result()`, naming the sample."""
@@ -45,15 +47,30 @@ class RewardRunner:
             raise _named(error, trace) from error
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="moe-rollout-rewards", daemon=True).start()
-        return self._loop
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_run_until_stopped, args=(self._loop,), name="moe-rollout-rewards", daemon=True
+                )
+                self._thread.start()
+            return self._loop
 
     def close(self) -> None:
-        """Stop the event loop, if one was started."""
-        if self._loop is not None:
+        """Stop the event loop, if one was started; rewards still to come are cancelled."""
+        if self._loop is not None and self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks))
+    loop.close()
 
 
 def _checked(value: Any, trace: Trace) -> float:

@@ -19,6 +19,7 @@ from storage.sites import FoundRouter
 
 RouterForward = Callable[..., Any]
 _TOPK = frozenset({torch.topk, torch.Tensor.topk})
+_JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 
 class SelectionLog(TorchFunctionMode):
@@ -74,8 +75,11 @@ class ForcedSelection(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 
-def check_forcible(router: FoundRouter) -> None:
-    """Run a router once on random input and require the one shape of code that can be forced exactly.
+def check_forcible(router: FoundRouter, block: torch.nn.Module) -> None:
+    """Run a router once on arbitrary input and require the one shape of code that can be forced exactly.
+
+    Args:
+        block: the module that owns the router; in some families it is the one that adds jitter.
 
     Raises:
         ValueError: by class name, with the reason.
@@ -85,13 +89,14 @@ def check_forcible(router: FoundRouter) -> None:
     weight = next(module.parameters(), None)
     if weight is None:
         raise ValueError(f"{name} has no weights; it cannot be replayed")
-    if float(getattr(module, "jitter_noise", 0.0) or getattr(module, "router_jitter_noise", 0.0) or 0.0):
-        raise ValueError(
-            f"{name} adds jitter to its input; set the jitter to 0 in the config before replaying"
-        )
-    hidden = torch.randn(2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-    with torch.no_grad(), SelectionLog() as log:
-        out = module.forward(hidden)
+    if any(getattr(owner, key, None) for owner in (module, block) for key in _JITTER):
+        raise ValueError(f"{name} adds jitter to its input; set the jitter to 0 in the config before replaying")
+    hidden = torch.randn(2, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
+    try:
+        with torch.no_grad(), SelectionLog() as log:
+            out = module.forward(hidden)
+    except Exception as error:
+        raise ValueError(f"{name} does not take hidden states alone ({error}); its family cannot be replayed yet") from error
     if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], torch.Tensor)):
         raise ValueError(f"{name} does not return (logits, weights, ids); its family cannot be replayed yet")
     if len(log.indices) != 1 or not torch.equal(log.indices[0], out[2]):

@@ -31,6 +31,7 @@ class Request:
     weight_version: int = 0
     row: int = -1
     slot: int = -1
+    capacity: int = 0
     computed: int = 0
     sampled: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -81,6 +82,7 @@ class Scheduler:
         self.slots = SlotAllocator(kv_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._max_running = max_running_requests
         self._rows = list(range(max_running_requests))[::-1]
 
     def add(self, request: Request) -> None:
@@ -101,6 +103,7 @@ class Scheduler:
         """The next step's work, decodes first; empty when every running request waits for its last result."""
         batch: list[Work] = []
         budget = self._take(batch, (r for r in self.running if not r.prefilling), self.max_batch_tokens)
+        batch.sort(key=lambda work: work.request.slot)  # evenly spaced neighbours share one attention call
         budget = self._take(batch, (r for r in self.running if r.prefilling), budget)
         while budget and self.waiting and self._admit(self.waiting[0]):
             budget = self._take(batch, [self.running[-1]], budget)
@@ -133,13 +136,20 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         if not self._rows:
             return False
-        slot = self.slots.allocate(request.max_rows)
+        capacity = self._capacity(request)
+        slot = self.slots.allocate(capacity)
         if slot is None:
             return False
         self.waiting.popleft()
-        request.slot, request.row = slot, self._rows.pop()
+        request.slot, request.capacity, request.row = slot, capacity, self._rows.pop()
         self.running.append(request)
         return True
+
+    def _capacity(self, request: Request) -> int:
+        """Slots for the longest possible sequence; where the pool has room for all rows, rounded up to a power of two,
+        which spaces requests evenly."""
+        rounded = 1 << (request.max_rows - 1).bit_length()
+        return rounded if rounded * self._max_running <= self.slots.size else request.max_rows
 
     def release(self, request: Request) -> None:
         """Take a finished request out, wherever it is. Steps in flight may still write its slots: they run before
@@ -148,7 +158,7 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self.running.remove(request)
-        self.slots.release(request.slot, request.max_rows)
+        self.slots.release(request.slot, request.capacity)
         self._rows.append(request.row)
 
 

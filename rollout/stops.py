@@ -8,6 +8,8 @@ from typing import Any
 from rollout.sampling import SamplingParams
 from storage.trace import FinishReason
 
+PARTIAL = "\N{REPLACEMENT CHARACTER}"  # decoders put it for bytes that do not make a character yet
+
 
 class StopChecker:
     """Looks at one request's completion after each token.
@@ -62,27 +64,31 @@ class _TextTail:
         self._tokenizer = tokenizer
         self._keep = longest_stop - 1
         self._tail = ""
-        self._prefix = self._read = 0
+        self._prefix = self._read = self._searched = 0
 
     def extend(self, completion: Sequence[int]) -> tuple[str, int]:
-        """(tail and new text, how many of its characters were known before)."""
+        """(tail and new text, how many of its characters were returned before); the start of a character waits."""
         before = self._decode(completion[self._prefix : self._read])
         now = self._decode(completion[self._prefix :])
-        if now.endswith("\N{REPLACEMENT CHARACTER}"):
-            return self._tail, len(self._tail)
-        known = self._tail[-self._keep :] if self._keep else ""
-        self._tail = known + now[len(before) :]
-        self._prefix, self._read = self._read, len(completion)
-        return self._tail, len(known)
+        new = now[len(before) :].rstrip(PARTIAL)
+        kept = self._tail[-self._keep :] if self._keep else ""
+        text, known = kept + new, len(kept) + self._searched
+        if now.endswith(PARTIAL):
+            self._searched = len(new)
+        else:
+            self._tail, self._searched = text, 0
+            self._prefix, self._read = self._read, len(completion)
+        return text, known
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False) if tokens else ""
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the first stop string in it.
+def cut_at_stop(text: str, stop: str, known: int) -> str:
+    """`text` up to the stop string that its last token completed; the first `known` characters came before that token.
 
-    >>> cut_at_stop("12;34", [";"])
-    '12'
+    >>> cut_at_stop("1;23;", ";", known=4)
+    '1;23'
     """
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+    start = text.find(stop, max(0, known - len(stop) + 1))
+    return text if start < 0 else text[:start]

@@ -38,9 +38,7 @@ def _lists(rows: Sequence[np.ndarray | None], values: pa.Array, type_: pa.ListTy
     lengths = [0 if row is None else len(row) for row in rows]
     offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
     nulls = pa.array([row is None for row in rows], pa.bool_())
-    return pa.ListArray.from_arrays(
-        offsets, values, type=type_, mask=nulls if any(nulls.to_pylist()) else None
-    )
+    return pa.ListArray.from_arrays(offsets, values, type=type_, mask=nulls if any(nulls.to_pylist()) else None)
 
 
 def list_views(column: pa.ListArray) -> Iterator[np.ndarray | None]:

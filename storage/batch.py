@@ -98,9 +98,7 @@ class ReplayBatch:
         return token_logprobs(self, logits)
 
     @classmethod
-    def _empty(
-        cls, traces: Sequence[Trace], longest: int, spec: RoutingSpec, pad_token_id: int
-    ) -> ReplayBatch:
+    def _empty(cls, traces: Sequence[Trace], longest: int, spec: RoutingSpec, pad_token_id: int) -> ReplayBatch:
         shape = len(traces), longest
         raw = all(trace.raw_logprobs is not None for trace in traces)
         return cls(

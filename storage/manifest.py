@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.errors import DamagedDataError
+from storage.errors import DamagedDataError, FormatVersionError
 from storage.schema import FORMAT_VERSION, check_version
 from storage.trace import RoutingSpec
 
@@ -98,9 +98,7 @@ def read_manifest(root: Path, step: int) -> Manifest:
 
 def dataset_json(spec: RoutingSpec) -> str:
     """The text of `_dataset.json`."""
-    return json.dumps(
-        {"format_version": FORMAT_VERSION, "routing_spec": json.loads(spec.to_json())}, indent=1
-    )
+    return json.dumps({"format_version": FORMAT_VERSION, "routing_spec": json.loads(spec.to_json())}, indent=1)
 
 
 def read_spec(root: Path) -> RoutingSpec:
@@ -113,16 +111,15 @@ def read_spec(root: Path) -> RoutingSpec:
     """
     path = root / DATASET_FILE
     if not path.exists():
-        raise FileNotFoundError(
-            f"no trace dataset at {root}: {path} does not exist (a TraceWriter creates it)"
-        )
+        raise FileNotFoundError(f"no trace dataset at {root}: {path} does not exist (a TraceWriter creates it)")
     try:
         raw = json.loads(path.read_text("utf-8"))
-        version, spec = raw["format_version"], json.dumps(raw["routing_spec"])
+        check_version(raw["format_version"], str(path))
+        return RoutingSpec.from_json(json.dumps(raw["routing_spec"]))
+    except FormatVersionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedDataError(f"{path}: {type(error).__name__}: {error}") from error
-    check_version(version, str(path))
-    return RoutingSpec.from_json(spec)
 
 
 def write_durably(path: Path, text: str) -> None:

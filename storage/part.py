@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from storage.errors import DamagedDataError, DatasetError
 from storage.manifest import PartFile
-from storage.schema import check_same_spec, from_table, spec_of
+from storage.schema import check_same_spec, from_table, spec_of, table_problems
 from storage.trace import RoutingSpec, Trace
 
 ROW_GROUP_SAMPLES = 16
@@ -126,7 +126,7 @@ class PartReader:
         with self._naming_the_file():
             self._parquet = pq.ParquetFile(path, page_checksum_verification=True)
             try:
-                check_same_spec(spec_of(self._parquet.schema_arrow), spec, f"the dataset of {path}")
+                check_same_spec(spec_of(self._parquet.schema_arrow), spec, "the dataset")
             except BaseException:
                 self._parquet.close()
                 raise
@@ -149,30 +149,38 @@ class PartReader:
 
     def traces(self, group: int) -> list[Trace]:
         """One row group, decoded; every sample's crc32 is checked."""
-        table = self.row_group(group)
-        with self._naming_the_file():
-            return from_table(table, check_crc=True)
+        return self._decode(self.row_group(group))
 
     def trace(self, row: int) -> Trace:
         """One row, decoded; its crc32 is checked."""
         group = 0
         while row >= (rows := self._parquet.metadata.row_group(group).num_rows):
             row, group = row - rows, group + 1
-        table = self.row_group(group).slice(row, 1)
-        with self._naming_the_file():
-            return from_table(table, check_crc=True)[0]
+        return self._decode(self.row_group(group).slice(row, 1))[0]
 
     def table(self, columns: Sequence[str]) -> pa.Table:
         """All rows of some columns."""
         with self._naming_the_file():
             return self._parquet.read(list(columns), use_threads=False)
 
+    def problems(self) -> Iterator[str]:
+        """What `storage.schema.table_problems` finds in each row group."""
+        for group in range(self.num_row_groups):
+            table = self.row_group(group)
+            with self._naming_the_file():
+                found = table_problems(table)
+            yield from (f"{self._path}: {problem}" for problem in found)
+
+    def _decode(self, table: pa.Table) -> list[Trace]:
+        with self._naming_the_file():
+            return from_table(table, check_crc=True)
+
     @contextmanager
     def _naming_the_file(self) -> Iterator[None]:
         try:
             yield
-        except DatasetError:
-            raise
+        except DatasetError as error:
+            raise type(error)(f"{self._path}: {error}") from error
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DamagedDataError(
                 f"{self._path} is damaged ({error}); restore it, or remove its step and sample that again"

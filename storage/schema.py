@@ -122,9 +122,7 @@ def _row(trace: Trace, spec: RoutingSpec) -> dict[str, Any]:
         "completion_ids": _token_array(trace.completion_ids, name),
         "routed_experts": None if routes is None else spec.check_routes(routes, name=name),
         "weight_versions": [span._asdict() for span in trace.weight_versions],
-        "stop_reason": None
-        if trace.stop_reason is None
-        else _json(trace.stop_reason, f"{name}: stop_reason"),
+        "stop_reason": None if trace.stop_reason is None else _json(trace.stop_reason, f"{name}: stop_reason"),
         "sampling_params": _json(trace.sampling_params, f"{name}: sampling_params"),
         "metadata": _json(trace.metadata, f"{name}: metadata"),
     }
@@ -207,9 +205,7 @@ def _rows(batch: pa.RecordBatch, spec: RoutingSpec) -> Iterator[dict[str, Any]]:
 
 def _trace(row: dict[str, Any], check_crc: bool) -> Trace:
     if check_crc and row["crc32"] != _crc32([row[column] for column in _CHECKSUMMED]):
-        raise ValueError(
-            f"trace {row['sample_id']!r}: its crc32 is not that of its tokens, logprobs and routes"
-        )
+        raise ValueError(f"trace {row['sample_id']!r}: its crc32 is not that of its tokens, logprobs and routes")
     fields = {name: value for name, value in row.items() if name != "crc32"}
     return Trace(
         **fields

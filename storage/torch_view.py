@@ -41,9 +41,7 @@ def token_logprobs(batch: ReplayBatch, logits: torch.Tensor) -> torch.Tensor:
         `batch.raw_logprobs`.
     """
     if logits.shape[:2] != batch.input_ids.shape:
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)} for input_ids of shape {batch.input_ids.shape}"
-        )
+        raise ValueError(f"logits of shape {tuple(logits.shape)} for input_ids of shape {batch.input_ids.shape}")
     mask = torch.from_numpy(batch.completion_mask).to(logits.device)
     sampled = torch.from_numpy(batch.input_ids).to(logits.device)[mask]
     distributions = logits[:, :-1][mask[:, 1:]].float().log_softmax(-1)

@@ -103,7 +103,7 @@ class RoutingSpec:
         """Inverse of `to_json`; raises ValueError on anything else."""
         try:
             return cls(tuple(Site(**site) for site in json.loads(text)["sites"]))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a RoutingSpec: {text[:200]!r} ({error})") from error
 
     @cached_property
@@ -251,9 +251,7 @@ class Trace:
         for name in ("logprobs", "raw_logprobs"):
             values = getattr(self, name)
             if values is not None and values.shape != (len(self.completion_ids),):
-                self._fail(
-                    f"{name} has shape {values.shape} for {len(self.completion_ids)} completion tokens"
-                )
+                self._fail(f"{name} has shape {values.shape} for {len(self.completion_ids)} completion tokens")
         self._check_rows()
         self._check_spans()
 

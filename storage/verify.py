@@ -17,7 +17,6 @@ from storage.manifest import (
     step_directory,
 )
 from storage.part import PartReader
-from storage.schema import table_problems
 from storage.staging import dead_staging
 from storage.trace import RoutingSpec
 
@@ -73,19 +72,11 @@ def _file_problems(path: Path, file: PartFile, spec: RoutingSpec) -> Iterator[st
         yield f"{path}: its sha256 is not the one in its manifest"
     try:
         with PartReader(path, spec) as part:
-            yield from _content_problems(path, part, file)
+            yield from part.problems()
+            if part.table(["sample_id"]).column(0).to_pylist() != file.sample_ids:
+                yield f"{path}: its sample_ids are not those in its manifest"
     except DatasetError as error:
         yield str(error)
-
-
-def _content_problems(path: Path, part: PartReader, file: PartFile) -> Iterator[str]:
-    sample_ids: list[str] = []
-    for group in range(part.num_row_groups):
-        table = part.row_group(group)
-        yield from (f"{path}: {problem}" for problem in table_problems(table))
-        sample_ids += table.column("sample_id").to_pylist()
-    if sample_ids != file.sample_ids:
-        yield f"{path}: its sample_ids are not those in its manifest"
 
 
 def _sha256(path: Path) -> str:
@@ -94,8 +85,8 @@ def _sha256(path: Path) -> str:
 
 
 def _strays(root: Path) -> Iterator[str]:
-    committed = {step_directory(root, step) for step in committed_steps(root)}
-    for directory in sorted(set(root.glob("step-*")) - committed):
+    found = set(root.glob("step-*"))  # before the committed ones: another step may appear any moment
+    for directory in sorted(found - {step_directory(root, step) for step in committed_steps(root)}):
         yield f"{directory}: has no {MANIFEST_FILE}; restore it, or remove the directory"
     for entry in dead_staging(root):
         yield f"{entry}: left by a writer that died; storage.clean_staging({str(root)!r}) removes it"

@@ -46,9 +46,7 @@ class TraceWriter:
         FormatVersionError: when another release wrote the dataset.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], spec: RoutingSpec, *, max_part_bytes: int = 256 << 20
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], spec: RoutingSpec, *, max_part_bytes: int = 256 << 20) -> None:
         self.root, self.spec, self.max_part_bytes = Path(root), spec, max_part_bytes
         create_dataset(self.root, spec)
         check_same_spec(spec, read_spec(self.root), f"the dataset {self.root}")
@@ -118,9 +116,7 @@ class TraceWriter:
         """Abandon every step that was not committed. Further writes are refused; closing twice is fine."""
         with self._lock:
             if self._open:
-                logger.warning(
-                    "dropping steps %s of %s: they were not committed", sorted(self._open), self.root
-                )
+                logger.warning("dropping steps %s of %s: they were not committed", sorted(self._open), self.root)
             for step in list(self._open):
                 self.abandon(step)
             self._closed = True
@@ -174,9 +170,7 @@ class TraceWriter:
 
     def _check_not_committed(self, sample_id: str) -> None:
         if (owner := self._step_of_sample.get(sample_id)) is not None:
-            raise DuplicateSampleError(
-                f"sample_id {sample_id!r} is committed in step {owner} of {self.root} already"
-            )
+            raise DuplicateSampleError(f"sample_id {sample_id!r} is committed in step {owner} of {self.root} already")
 
     def _see_committed(self) -> None:
         for step in set(self.committed_steps()) - self._seen_steps:

@@ -30,9 +30,7 @@ def make_request(sample_id: str, *, milliseconds: int = 0) -> SampleRequest:
 
 def make_requests(prompts: int, samples: int, *, step: int = 0, milliseconds: int = 0) -> list[SampleRequest]:
     return [
-        make_request(f"run/{step}/{p}/{j}", milliseconds=milliseconds)
-        for p in range(prompts)
-        for j in range(samples)
+        make_request(f"run/{step}/{p}/{j}", milliseconds=milliseconds) for p in range(prompts) for j in range(samples)
     ]
 
 

@@ -60,18 +60,14 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, line: str, message: str) 
 
 
 def test_missing_keys_are_all_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"traces: Field required; prompts: Field required; steps: Field required"
-    ):
+    with pytest.raises(ConfigError, match=r"traces: Field required; prompts: Field required; steps: Field required"):
         load_config(config_file(tmp_path, 'model = "m"\nprompts_per_step = 1'))
 
 
 def test_a_dataset_in_a_jobs_copy_of_the_working_directory_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
-    with pytest.raises(
-        ConfigError, match=r"traces = 'out' lies in the Ray job's copy .* give an absolute path"
-    ):
+    with pytest.raises(ConfigError, match=r"traces = 'out' lies in the Ray job's copy .* give an absolute path"):
         load_config(config_file(tmp_path, MINIMAL), job)
     elsewhere = MINIMAL.replace('"out"', '"/data/out"')
     assert load_config(config_file(tmp_path, elsewhere), job).traces == "/data/out"
@@ -105,9 +101,7 @@ def test_the_command_ends_with_one_line_and_loads_neither_ray_nor_torch(
 
 def test_prompts_from_jsonl_and_parquet_are_the_same(tmp_path: Path) -> None:
     jsonl, parquet = tmp_path / "p.jsonl", tmp_path / "p.parquet"
-    jsonl.write_text(
-        '{"prompt": "1+2=", "key": "a"}\n\n{"prompt_ids": [5, 7]}\n{"prompt": "3+4=", "answer": 7}\n'
-    )
+    jsonl.write_text('{"prompt": "1+2=", "key": "a"}\n\n{"prompt_ids": [5, 7]}\n{"prompt": "3+4=", "answer": 7}\n')
     columns = {"prompt": ["1+2=", None, "3+4="], "prompt_ids": [None, [5, 7], None], "key": ["a", None, None]}
     pq.write_table(pa.table({**columns, "answer": [3, 12, 7]}), parquet)
     expected = [Prompt("1+2=", "a"), Prompt([5, 7], "1"), Prompt("3+4=", "2")]

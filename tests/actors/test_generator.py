@@ -54,9 +54,7 @@ def test_a_finished_trace_does_not_wait_for_a_slow_neighbour() -> None:
 def test_a_table_closes_at_the_trace_that_reaches_the_limit(journal: Path) -> None:
     backend = FakeBackend("model", journal=str(journal))
     one = next(backend.stream(make_requests(1, 1))).table().nbytes
-    tables = pack(
-        backend.stream(make_requests(prompts=30, samples=1)), abort=lambda: None, limit_bytes=3 * one - 50
-    )
+    tables = pack(backend.stream(make_requests(prompts=30, samples=1)), abort=lambda: None, limit_bytes=3 * one - 50)
     next(tables)
     assert eventually(lambda: started(journal) == 30)
     time.sleep(0.1)
@@ -88,8 +86,7 @@ def test_an_error_comes_after_what_finished_before_it() -> None:
     tables = loaded(fail_at="run/0/2/0").generate(make_requests(prompts=3, samples=1))
     ids: list[str] = []
     with pytest.raises(ValueError, match="sample run/0/2/0 hit a bad kernel"):
-        for table in tables:
-            ids += table["sample_id"].to_pylist()
+        ids.extend(sample_id for table in tables for sample_id in table["sample_id"].to_pylist())
     assert ids == ["run/0/0/0", "run/0/1/0"]
 
 

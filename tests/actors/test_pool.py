@@ -160,9 +160,7 @@ def test_an_actor_killed_from_outside_is_replaced_with_the_current_weights() -> 
 def test_a_sample_that_kills_every_actor_ends_the_stream_by_name(journal: Path) -> None:
     limits = Limits(chunk_samples=1, outstanding_chunks=1, max_attempts=2)
     with pool_of(1, limits, journal=str(journal), die_at="run/0/1/0", die_times=99) as pool:
-        with pytest.raises(
-            RuntimeError, match=r"2 actors died over samples \['run/0/1/0'\].*actor 0: ActorDiedError"
-        ):
+        with pytest.raises(RuntimeError, match=r"2 actors died over samples \['run/0/1/0'\].*actor 0: ActorDiedError"):
             collect(pool, make_requests(prompts=3, samples=1))
         assert len(list(journal.glob("death-*"))) == 2
 
@@ -215,8 +213,7 @@ def test_a_second_arrival_of_a_sample_is_dropped(pool: ActorPool) -> None:
     dispatch = dispatch_of(pool, requests, Limits())
     both, last = ([expected_trace(r) for r in part] for part in (requests[:2], requests[1:]))
     arrivals = [
-        RemoteFinished(ray.put(to_table(traces, SPEC)), [t.sample_id for t in traces])
-        for traces in (both, both, last)
+        RemoteFinished(ray.put(to_table(traces, SPEC)), [t.sample_id for t in traces]) for traces in (both, both, last)
     ]
     fresh = [[t.sample_id for f in dispatch._first_arrivals(a) for t in f.traces()] for a in arrivals]
     assert fresh == [["run/0/0/0", "run/0/0/1"], [], ["run/0/0/2"]]

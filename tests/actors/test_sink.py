@@ -47,9 +47,7 @@ def count(root: Path) -> int:
     return duckdb.sql(query).fetchall()[0][0]
 
 
-def test_a_step_appears_with_its_commit_and_equals_what_was_sent(
-    recorder: RemoteRecorder, root: Path
-) -> None:
+def test_a_step_appears_with_its_commit_and_equals_what_was_sent(recorder: RemoteRecorder, root: Path) -> None:
     traces = traces_of(step=0)
     recorder.write(remote(traces[:5]), 0)
     recorder.write(InMemory(traces[5:]), 0, rewards={traces[7].sample_id: 0.5})
@@ -78,8 +76,10 @@ def test_tables_are_never_fetched_by_the_recorder(recorder: RemoteRecorder) -> N
 def test_a_trace_with_an_error_is_left_out(recorder: RemoteRecorder, root: Path) -> None:
     good, bad = traces_of(step=0)[:2]
     bad.finish_reason, bad.error = "error", "a failed step"
+    recorder.write(remote([bad]), 0)
+    assert recorder.commit(0) is False
     recorder.write(remote([good, bad]), 0)
-    recorder.commit(0)
+    assert recorder.commit(0) is True
     assert [trace.sample_id for trace in TraceDataset(root)] == [good.sample_id]
 
 
@@ -94,9 +94,7 @@ def test_abandon_drops_a_step_and_leaves_others(recorder: RemoteRecorder, root: 
     assert count(root) == 16
 
 
-def test_a_failed_write_fails_the_commit_again_and_again_until_abandoned(
-    recorder: RemoteRecorder, root: Path
-) -> None:
+def test_a_failed_write_fails_the_commit_again_and_again_until_abandoned(recorder: RemoteRecorder, root: Path) -> None:
     traces = traces_of(step=0)
     recorder.write(remote(traces[:3]), 0)
     recorder.write(remote(traces[2:]), 0)  # the third sample a second time
@@ -120,7 +118,7 @@ def test_a_committed_step_is_refused_in_the_writers_own_words(recorder: RemoteRe
 
 def test_another_models_dataset_is_refused_when_opening(recorder: RemoteRecorder, root: Path) -> None:
     other = RoutingSpec.uniform(num_sites=3, num_experts=16, top_k=2)
-    with pytest.raises(SpecMismatchError, match="3 sites"):
+    with pytest.raises(SpecMismatchError, match="has 2 sites, the given one 3"):
         actors.open_recorder(root, other)
 
 
@@ -145,9 +143,7 @@ def _later(table, seconds: float):
     return table
 
 
-def test_a_sink_that_died_says_so_and_committed_steps_are_intact(
-    recorder: RemoteRecorder, root: Path
-) -> None:
+def test_a_sink_that_died_says_so_and_committed_steps_are_intact(recorder: RemoteRecorder, root: Path) -> None:
     recorder.write(remote(traces_of(0)), 0)
     recorder.commit(0)
     recorder.write(remote(traces_of(1)), 1)

@@ -1,0 +1,137 @@
+"""The pipeline: S steps with stable sample ids, resumed at the first uncommitted one, killed or not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from actors.config import PipelineConfig, load_config
+from actors.pipeline import run
+from storage import TraceDataset
+from tests.actors.fake_pipeline import fake_client
+from tests.actors.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT / "rollout" / "tiny_moe"
+
+
+def write_run(folder: Path, *, steps: int, milliseconds: int = 0, model: str = "fake", extra: str = "") -> Path:
+    """A config of 5 prompts, 2 per step, 3 samples each; the fake takes `milliseconds` per sample."""
+    prompts = [{"prompt_ids": [10 + i, milliseconds], "key": f"p{i}"} for i in range(5)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    path = folder / "run.toml"
+    path.write_text(
+        f'model = "{model}"\ntraces = "traces"\nrun = "r"\nprompts = "prompts.jsonl"\n'
+        f"steps = {steps}\nprompts_per_step = 2\nnum_samples = 3\n"
+        f"[sampling]\nseed = 0\nmax_tokens = 8\n[actors]\nnum_actors = 1\nnum_cpus = 0.5\n{extra}"
+    )
+    return path
+
+
+def expected_ids(steps: int) -> set[str]:
+    return {f"r/{step}/p{(step * 2 + i) % 5}/{j}" for step in range(steps) for i in range(2) for j in range(3)}
+
+
+def stored_ids(traces: Path) -> list[str]:
+    return [row[0] for row in duckdb.sql(f"select sample_id from '{traces}/step-*/*.parquet'").fetchall()]
+
+
+def assert_complete(config: PipelineConfig) -> None:
+    """Exactly the expected sample ids, each once, in a sound dataset."""
+    ids = stored_ids(Path(config.traces))
+    assert sorted(ids) == sorted(expected_ids(config.steps))
+    assert TraceDataset(config.traces).verify() == []
+
+
+@contextmanager
+def driver(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A pipeline process with a Ray cluster of its own; killed at the end if it still runs."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    env.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.usefixtures("cluster")
+def test_it_commits_the_steps_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+    assert run(load_config(write_run(tmp_path, steps=2)), fake_client) == [0, 1]
+    config = load_config(write_run(tmp_path, steps=4))
+    assert run(config, fake_client) == [2, 3]
+    assert_complete(config)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_step_that_fails_is_not_committed_and_comes_again(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, steps=3))
+    with pytest.raises(ValueError, match="sample r/1/p3/1 hit a bad kernel"):
+        run(config, functools.partial(fake_client, fail_at="r/1/p3/1"))
+    assert set(stored_ids(Path(config.traces))) == expected_ids(1)
+    assert run(config, fake_client) == [1, 2]
+    assert_complete(config)
+
+
+def test_nothing_to_do_starts_nothing(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, steps=1))
+    (Path(config.traces) / "step-000000000").mkdir(parents=True)
+    (Path(config.traces) / "step-000000000" / "_manifest.json").touch()
+    assert run(config, make_client=None) == []  # type: ignore[arg-type]
+
+
+def test_killed_in_mid_step_and_started_again_it_ends_with_exactly_the_expected_samples(tmp_path: Path) -> None:
+    path = write_run(tmp_path, steps=4, milliseconds=60)
+    with driver("-m", "tests.actors.fake_pipeline", str(path)) as process:
+        assert eventually(lambda: (tmp_path / "traces" / "step-000000001").exists(), seconds=60)
+        process.send_signal(signal.SIGKILL)
+    committed = len(stored_ids(tmp_path / "traces"))
+    assert 12 <= committed < 24
+    with driver("-m", "tests.actors.fake_pipeline", str(path)) as process:
+        finish(process)
+    assert_complete(load_config(path))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kill_after", [0.0, 0.3, 0.7])
+def test_the_real_command_killed_at_any_moment_resumes(tmp_path: Path, kill_after: float) -> None:
+    path = write_run(tmp_path, steps=40, milliseconds=11, model=str(REAL), extra='[engine]\ndtype = "float32"\n')
+    command = ("-m", "actors.pipeline", "--config", str(path))
+    with driver(*command) as process:
+        assert eventually(lambda: (tmp_path / "traces" / "step-000000001").exists(), seconds=90)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(kill_after)
+        process.send_signal(signal.SIGKILL)
+    assert len(stored_ids(tmp_path / "traces")) < 40 * 6
+    with driver(*command) as process:
+        assert "done: " in finish(process)
+    assert_complete(load_config(path))
+
+
+@pytest.mark.full
+def test_a_model_that_is_not_there_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path, steps=1, model="/nowhere/model")
+    with driver("-m", "actors.pipeline", "--config", str(path)) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "/nowhere/model" in line

@@ -1,0 +1,129 @@
+"""The packaged model over Ray: the same traces as in process, bit for bit, whatever happens to the actors."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.pool import ActorPool, Limits
+from rollout.backend import Backend, SampleRequest
+from rollout.sampling import SamplingParams
+from storage.trace import Trace
+from tests.actors.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "rollout" / "tiny_moe")
+OPTIONS = {"dtype": "float32", "batch_invariant": True, "max_running_requests": 8}
+
+
+def requests_of(count: int, max_tokens: int = 6, **params: object) -> list[SampleRequest]:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, **params)  # type: ignore[arg-type]
+    return [SampleRequest(f"run/0/{i}/0", 0, tuple(range(3, 5 + i % 4)), sampling) for i in range(count)]
+
+
+def collect(backend: Backend, requests: list[SampleRequest]) -> dict[str, Trace]:
+    traces = [trace for finished in backend.stream(requests) for trace in finished.traces()]
+    assert len(traces) == len(requests)
+    return {trace.sample_id: trace for trace in traces}
+
+
+def assert_identical(left: dict[str, Trace], right: dict[str, Trace]) -> None:
+    assert left.keys() == right.keys()
+    for sample_id, trace in left.items():
+        assert trace.token_ids == right[sample_id].token_ids
+        np.testing.assert_array_equal(trace.logprobs, right[sample_id].logprobs)
+        np.testing.assert_array_equal(trace.routed_experts, right[sample_id].routed_experts)
+
+
+@pytest.fixture(scope="module")
+def in_process() -> Iterator[Backend]:
+    from rollout.local_backend import LocalBackend
+
+    backend = LocalBackend(MODEL, **OPTIONS)
+    yield backend
+    backend.close()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_over_ray_equals_in_process(in_process: Backend, num_actors: int) -> None:
+    requests = requests_of(24)
+    pool = ActorPool(MODEL, num_actors=num_actors, engine_options=OPTIONS)
+    assert pool.info == in_process.info
+    assert_identical(collect(pool, requests), collect(in_process, requests))
+    pool.close()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("cluster")
+def test_new_weights_over_ray_equal_new_weights_in_process(in_process: Backend) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from rollout.local_backend import LocalBackend
+
+    state = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").state_dict()
+    weights = {name: tensor * 0.9 for name, tensor in state.items()}
+    local, pool = LocalBackend(MODEL, **OPTIONS), ActorPool(MODEL, num_actors=2, engine_options=OPTIONS)
+    requests = requests_of(8)
+    for backend in (local, pool):
+        backend.update_weights(weights, 1)
+    with pytest.raises(ValueError, match="unknown"):
+        pool.update_weights({**weights, "nonsense": weights["lm_head.weight"]}, 2)
+    over_ray = collect(pool, requests)
+    assert_identical(over_ray, collect(local, requests))
+    assert {trace.weight_version for trace in over_ray.values()} == {1}
+    local.close()
+    pool.close()
+
+
+@pytest.mark.full
+def test_closing_a_generator_stops_the_engine_before_its_requests_end() -> None:
+    from actors.generator import Generator
+
+    generator = Generator(MODEL, OPTIONS)
+    generator.load()
+    engine = generator._backend._built.engine  # type: ignore[union-attr]
+    (short,), long = requests_of(1, max_tokens=1), requests_of(5, max_tokens=100)[1:]
+    tables = generator.generate([short, *long])
+    assert next(tables)["sample_id"].to_pylist() == [short.sample_id]
+    tables.close()
+    assert eventually(lambda: engine.idle)
+    assert engine.stats.sampled_tokens < 4 * 100
+    generator.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("cluster")
+def test_actors_killed_at_random_lose_and_double_nothing(in_process: Backend) -> None:
+    requests = requests_of(200)
+    limits = Limits(chunk_samples=4, outstanding_chunks=3, max_attempts=8)
+    pool = ActorPool(MODEL, num_actors=2, engine_options=OPTIONS, limits=limits)
+    done, chance, killed = threading.Event(), random.Random(0), list[int]()
+
+    def kill_some() -> None:
+        import ray
+
+        for _ in range(5):
+            if done.wait(chance.uniform(0.3, 1.5)):
+                return
+            slot = chance.choice(pool._slots)
+            if slot.is_ready():
+                killed.append(ray.get(slot.handle.health.remote())["pid"])
+                os.kill(killed[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_some)
+    killer.start()
+    traces = collect(pool, requests)
+    done.set()
+    killer.join()
+    assert killed
+    assert_identical(traces, collect(in_process, requests))
+    pool.close()

@@ -1,0 +1,113 @@
+"""The command line: what it prints, its exit codes, and that `--help` needs no torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.__main__ import main
+from rollout.tiny_moe import MODEL_PATH
+from storage import TraceDataset
+
+HELP_IMPORTS = """
+import sys
+from rollout.__main__ import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+print([name for name in ("torch", "transformers", "ray", "pyarrow", "numpy") if name in sys.modules])
+"""
+
+
+def test_help_answers_before_anything_heavy_is_imported() -> None:
+    out = subprocess.run([sys.executable, "-c", HELP_IMPORTS], capture_output=True, text=True, check=True).stdout
+    assert "COMMAND" in out
+    assert out.splitlines()[-1] == "[]"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "traces"
+    assert main(["demo", "--out", str(out)]) == 0
+    return out
+
+
+def test_demo_commits_a_sound_dataset_with_rewards(demo: Path) -> None:
+    dataset = TraceDataset(demo)
+    rewards = [trace.reward for trace in dataset.iter()]
+    assert len(dataset) == 400
+    assert dataset.verify() == []
+    assert 0.2 < sum(rewards) / 400 < 0.6
+    assert {(t.reward == 1.0) == (t.text == t.metadata["answer"]) for t in dataset.iter()} == {True}
+
+
+def test_demo_adds_a_step_when_run_again(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = TraceDataset(demo).steps
+    assert main(["demo", "--out", str(demo)]) == 0
+    assert TraceDataset(demo).steps == [*before, before[-1] + 1]
+    assert "8 of 8 routers" in capsys.readouterr().out
+
+
+def test_inspect_prints_the_figures(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(demo)]) == 0
+    assert "8 sites, top 2, 16 bytes per token" in capsys.readouterr().out
+
+
+def test_verify_exits_with_1_and_names_the_file_that_was_cut_short(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(demo)]) == 0
+    part = next(demo.glob("step-*/*.parquet"))
+    content = part.read_bytes()
+    try:
+        part.write_bytes(content[: len(content) // 2])
+        assert main(["verify", str(demo)]) == 1
+    finally:
+        part.write_bytes(content)
+    assert part.name in capsys.readouterr().out
+
+
+def test_sample_reads_stdin_and_prints_json_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1+2=\n\n30+4=\n"))
+    arguments = ["--temperature", "0", "--max-tokens", "5", "--dtype", "float32", "--num-samples", "2"]
+    assert main(["sample", str(MODEL_PATH), *arguments]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["sample_id"] for r in records] == ["run/0/0-0/0", "run/0/0-0/1", "run/0/0-1/0", "run/0/0-1/1"]
+    assert records[0]["text"] == records[1]["text"] == "3"
+
+
+def test_sample_reads_jsonl_and_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+2="}\n{"prompt_ids": [4, 13, 5, 14]}\n')
+    assert main(["sample", str(MODEL_PATH), "--prompts", str(prompts), "--traces", str(tmp_path / "traces")]) == 0
+    dataset = TraceDataset(tmp_path / "traces")
+    assert dataset["run/0/0-1/0"].prompt_ids == [4, 13, 5, 14]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sample", "no/such/model", "--prompts", "-"], "holds no prompts"),
+        (["sample", str(MODEL_PATH), "--prompts", "missing.txt"], "'missing.txt' does not exist"),
+        (["sample", str(MODEL_PATH), "--top-p", "0"], "top_p"),
+        (["inspect", "missing-traces"], "missing-traces"),
+        (["verify", "missing-traces"], "missing-traces"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_1(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(arguments) == 1
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1

@@ -1,0 +1,96 @@
+"""The device on a CPU: one thread, first in, first out; an error belongs to the event of its own work."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from rollout.device import CpuStream, Event, open_stream
+
+
+@pytest.fixture
+def stream():
+    stream = CpuStream(num_threads=1)
+    yield stream
+    stream.close()
+
+
+def test_work_runs_in_the_order_of_its_launch(stream):
+    seen = []
+    events = [stream.launch(lambda i=i: seen.append(i)) for i in range(200)]
+    events[-1].synchronize()
+    assert seen == list(range(200))
+    assert all(event.query() for event in events)
+
+
+def test_launch_returns_before_the_work_runs(stream):
+    gate = threading.Event()
+    event = stream.launch(gate.wait)
+    assert not event.query()
+    gate.set()
+    event.synchronize()
+    assert event.query()
+
+
+def test_an_event_is_done_when_all_work_before_it_is(stream):
+    gate, seen = threading.Event(), []
+    stream.launch(gate.wait)
+    second = stream.launch(lambda: seen.append("second"))
+    time.sleep(0.01)
+    assert not second.query()
+    assert not seen
+    gate.set()
+    second.synchronize()
+    assert seen == ["second"]
+
+
+def test_an_error_stays_with_its_event_and_later_work_runs(stream):
+    def fail():
+        raise ValueError("kernel 7 failed")
+
+    failed, after = stream.launch(fail), stream.launch(lambda: None)
+    after.synchronize()
+    assert failed.query()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="kernel 7 failed"):
+            failed.synchronize()
+
+
+def test_run_waits_and_raises(stream):
+    seen = []
+    stream.run(lambda: seen.append(threading.current_thread().name))
+    assert seen == ["moe-rollout-device"]
+    with pytest.raises(ZeroDivisionError):
+        stream.run(lambda: 1 / 0)
+
+
+def test_the_caller_may_bring_the_event(stream):
+    event = Event()
+    assert stream.launch(lambda: None, event) is event
+    event.synchronize()
+
+
+def test_work_runs_in_inference_mode_with_its_own_number_of_threads(stream):
+    facts = {}
+
+    def look():
+        facts.update(inference=torch.is_inference_mode_enabled(), threads=torch.get_num_threads())
+
+    stream.run(look)
+    assert facts == {"inference": True, "threads": 1}
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_close_finishes_what_was_launched_and_stops_the_thread():
+    before = set(threading.enumerate())
+    stream = CpuStream(num_threads=1)
+    events = [stream.launch(lambda: time.sleep(0.002)) for _ in range(20)]
+    stream.close()
+    assert all(event.query() for event in events)
+    assert set(threading.enumerate()) == before
+
+
+def test_a_device_that_the_engine_cannot_drive_is_refused_with_the_one_it_can():
+    with pytest.raises(ValueError, match="device 'cuda' is not supported .* device='cpu'"):
+        open_stream("cuda", 1)

@@ -1,0 +1,503 @@
+"""RouterReplay: the experts are exactly the recorded ones, the weights stay live, and what cannot be exact is refused."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from rollout import RouterReplay
+from storage import ReplayBatch, Trace
+
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe"]
+WITNESS = "test_witness"
+TOKENS = torch.tensor([[5, 9, 21, 40, 3, 66, 17], [30, 31, 5, 5, 80, 12, 2]])
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request, checkpoint):
+    return load(checkpoint(request.param))
+
+
+@pytest.fixture
+def qwen(checkpoint):
+    return load(checkpoint("qwen3_moe"))
+
+
+def load(path):
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def perturbed(model, scale=0.3):
+    """A copy with other weights everywhere, which chooses other experts."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * scale)
+    return other
+
+
+def logits(model, tokens=TOKENS):
+    return model(input_ids=tokens, use_cache=False).logits
+
+
+@torch.no_grad()
+def own_routes(model, tokens=TOKENS) -> np.ndarray:
+    """What the routers choose by themselves, seen by plain forward hooks: `[tokens, sites, K]`."""
+    seen, routers = [], [module for module in model.modules() if type(module).__name__.endswith("Router")]
+    handles = [router.register_forward_hook(lambda _m, _a, out: seen.append(out[2])) for router in routers]
+    logits(model, tokens)
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen, 1).numpy().astype(np.uint8)
+
+
+@pytest.fixture
+def witness():
+    """The ids that the experts receive, noted by an experts implementation of transformers' public interface."""
+    seen = []
+
+    def noting(experts, hidden, ids, weights):
+        seen.append(ids.reshape(-1, ids.shape[-1]).clone())
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, ids, weights)
+
+    ALL_EXPERTS_FUNCTIONS[WITNESS] = noting
+    yield seen
+    del ALL_EXPERTS_FUNCTIONS[WITNESS]
+
+
+def random_routes(spec, rows: int, seed: int = 0) -> np.ndarray:
+    """Distinct ids, drawn uniformly: routes that no model would choose."""
+    rng = np.random.default_rng(seed)
+    out = np.zeros((rows, *spec.row_shape), spec.dtype)
+    for index, site in enumerate(spec.sites):
+        out[:, index, : site.top_k] = rng.random((rows, site.num_experts)).argsort(-1)[:, : site.top_k]
+    return out
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train(model, context=None):
+    """Forward and backward of a loss within `context`; (logits, gradients)."""
+    model.zero_grad()
+    if context is None:
+        out = logits(model)
+        out.square().mean().backward()
+    else:
+        with context:
+            out = logits(model)
+            out.square().mean().backward()
+    return out.detach(), gradients(model)
+
+
+# --- recording --------------------------------------------------------------------------------------------------
+
+
+def test_record_sees_the_choice_of_every_router_and_changes_no_logit(model):
+    plain = logits(model)
+    replay = RouterReplay(model)
+    with replay.record() as recorded:
+        assert torch.equal(logits(model), plain)
+    assert recorded.routed_experts.dtype == np.uint8
+    assert np.array_equal(recorded.routed_experts, own_routes(model))
+
+
+def test_record_joins_the_forwards_inside_it(qwen):
+    with RouterReplay(qwen).record() as recorded:
+        logits(qwen, TOKENS[:1])
+        logits(qwen, TOKENS[1:, :3])
+    expected = np.concatenate([own_routes(qwen, TOKENS[:1]), own_routes(qwen, TOKENS[1:, :3])])
+    assert np.array_equal(recorded.routed_experts, expected)
+
+
+def test_a_recording_without_a_whole_forward_cannot_be_read(qwen):
+    with RouterReplay(qwen).record() as recorded:
+        pass
+    with pytest.raises(RuntimeError, match="run whole forwards inside"):
+        _ = recorded.routed_experts
+    with RouterReplay(qwen).record() as recorded:
+        qwen.model.layers[0].mlp.gate(torch.zeros(2, 32))
+    with pytest.raises(RuntimeError, match=r"recorded \[0, 2\] rows"):
+        _ = recorded.routed_experts
+
+
+# --- replaying --------------------------------------------------------------------------------------------------
+
+
+def test_own_ids_replayed_give_the_same_logits_and_gradients_in_every_bit(model):
+    plain_logits, plain_gradients = train(model)
+    replay = RouterReplay(model)
+    replayed_logits, replayed_gradients = train(model, replay(own_routes(model)))
+    assert torch.equal(replayed_logits, plain_logits)
+    assert replayed_gradients.keys() == plain_gradients.keys()
+    for name, gradient in plain_gradients.items():
+        assert torch.equal(replayed_gradients[name], gradient), name
+
+
+def test_in_other_weights_the_experts_receive_exactly_the_forced_ids(model, witness):
+    recorded = own_routes(model)
+    other = perturbed(model)
+    assert (own_routes(other) != recorded).any(), "the copy must choose otherwise for this test to mean anything"
+    other.set_experts_implementation(WITNESS)
+    logits(other)
+    assert not np.array_equal(torch.stack(witness, 1).numpy(), recorded)
+    witness.clear()
+    with RouterReplay(other)(recorded):
+        logits(other)
+    assert np.array_equal(torch.stack(witness, 1).numpy(), recorded)
+
+
+def test_even_random_ids_reach_the_experts_in_their_order(model, witness):
+    replay = RouterReplay(model)
+    forced = random_routes(replay.spec, TOKENS.numel())
+    model.set_experts_implementation(WITNESS)
+    with replay(forced):
+        logits(model)
+    assert np.array_equal(torch.stack(witness, 1).numpy(), forced)
+
+
+def test_every_router_gets_a_gradient_under_forced_ids(model):
+    replay = RouterReplay(model)
+    _, found = train(model, replay(random_routes(replay.spec, TOKENS.numel())))
+    for site in replay.spec.sites:
+        of_site = [gradient for name, gradient in found.items() if name.startswith(site.name)]
+        assert of_site, site.name
+        assert any(gradient.abs().max() > 0 for gradient in of_site), site.name
+
+
+def test_forced_weights_are_the_live_scores_of_the_forced_experts(qwen):
+    """By hand: softmax over all experts, gathered at the forced ids, renormalised."""
+    replay = RouterReplay(qwen)
+    gate, hidden = qwen.model.layers[1].mlp.gate, torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    forced = random_routes(replay.spec, 3)
+    with torch.no_grad():
+        probs = (hidden @ gate.weight.T).softmax(-1)
+        chosen = probs.gather(-1, torch.from_numpy(forced[:, 1]).long())
+        with pytest.raises(RuntimeError, match="replay reached 1 sites but not"), replay(forced):
+            _, weights, ids = gate(hidden)
+    assert ids.tolist() == forced[:, 1].tolist()
+    expected = chosen / chosen.sum(-1, keepdim=True) if gate.norm_topk_prob else chosen
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_replays_in_backward_too(model, use_reentrant):
+    """Checkpointing runs the routers again in backward: the context is open, so they are forced again."""
+    replay = RouterReplay(model)
+    forced = random_routes(replay.spec, TOKENS.numel())
+    plain_logits, plain_gradients = train(model, replay(forced))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.train()
+    if use_reentrant:
+        model.enable_input_require_grads()
+    calls = []
+    model.get_submodule(replay.spec.sites[0].name).register_forward_pre_hook(lambda *_: calls.append(1))
+    again_logits, again_gradients = train(model, replay(forced))
+    assert len(calls) == 2, "the router must have run again in backward"
+    assert torch.equal(again_logits, plain_logits)
+    for name, gradient in plain_gradients.items():
+        assert torch.equal(again_gradients[name], gradient), name
+
+
+def test_one_context_serves_several_forwards(qwen):
+    replay = RouterReplay(qwen)
+    forced = random_routes(replay.spec, TOKENS.numel())
+    with replay(forced):
+        assert torch.equal(logits(qwen), logits(qwen))
+
+
+def test_ids_may_arrive_in_any_integer_type(qwen):
+    replay = RouterReplay(qwen)
+    forced = random_routes(replay.spec, TOKENS.numel())
+    with replay(forced):
+        expected = logits(qwen)
+    for dtype in (np.int16, np.int32, np.int64, np.uint16):
+        with replay(forced.astype(dtype)):
+            assert torch.equal(logits(qwen), expected)
+
+
+def test_the_callers_array_is_not_changed_and_not_kept(qwen):
+    replay = RouterReplay(qwen)
+    forced = random_routes(replay.spec, TOKENS.numel())
+    kept = forced.copy()
+    with replay(forced):
+        expected = logits(qwen)
+        forced[:] = 0
+        assert torch.equal(logits(qwen), expected)
+    with replay(kept):
+        assert torch.equal(logits(qwen), expected)
+
+
+# --- masked rows ------------------------------------------------------------------------------------------------
+
+
+def trace(sample: str, prompt: list[int], completion: list[int], routes: np.ndarray, **fields) -> Trace:
+    logprobs = [-0.5] * len(completion)
+    return Trace(f"run/0/{sample}/0", 0, prompt, completion, logprobs, routes, "length", **fields)
+
+
+@pytest.fixture
+def batch(qwen):
+    """Two traces of 7 and 4 tokens; row 2 of the first was not recorded."""
+    spec = RouterReplay(qwen).spec
+    first, second = random_routes(spec, 6, seed=1), random_routes(spec, 3, seed=2)
+    valid = np.array([True, True, False, True, True, True])
+    first[~valid] = 0
+    traces = [
+        trace("a", [5, 9, 21, 40], [3, 66, 17], first, route_valid=valid),
+        trace("b", [30, 31], [5, 5], second),
+    ]
+    return ReplayBatch.collate(traces, spec=spec)
+
+
+def test_the_rows_outside_the_mask_keep_their_native_choice(qwen, witness, batch):
+    """Not recorded, last sampled token, padding: 1 + 1 + 4 of 14 rows; checked with the routers' own arithmetic."""
+    mask = batch.route_mask.reshape(-1)
+    assert mask.tolist() == [True, True, False, True, True, True, False] + [True] * 3 + [False] * 4
+    native = []
+    gates = [layer.mlp.gate for layer in qwen.model.layers]
+    handles = [
+        gate.register_forward_hook(lambda m, args, _o: native.append((args[0] @ m.weight.T).topk(m.top_k).indices))
+        for gate in gates
+    ]
+    qwen.set_experts_implementation(WITNESS)
+    with RouterReplay(qwen)(batch) as inner, torch.no_grad():
+        assert inner is batch
+        qwen(**inner.model_inputs())
+    for handle in handles:
+        handle.remove()
+    received, chosen = torch.stack(witness, 1).numpy(), torch.stack(native, 1).numpy()
+    assert np.array_equal(received[mask], batch.routed_experts.reshape(-1, *received.shape[1:])[mask])
+    assert np.array_equal(received[~mask], chosen[~mask])
+    assert (received[~mask] != 0).any(), "zeros that fill a missing row must not be taken for expert 0"
+
+
+def test_what_fills_the_masked_rows_does_not_matter(qwen, batch):
+    replay = RouterReplay(qwen)
+    with replay(batch):
+        expected = qwen(**batch.model_inputs()).logits
+    batch.routed_experts[~batch.route_mask] = 7
+    with replay(batch):
+        assert torch.equal(qwen(**batch.model_inputs()).logits, expected)
+
+
+def test_a_left_padded_batch_of_the_models_own_routes_changes_nothing(qwen):
+    spec = RouterReplay(qwen).spec
+    tokens = [[5, 9, 21, 40, 3, 66, 17], [30, 31, 5, 5]]
+    traces = [
+        trace(str(i), ids[:2], ids[2:], own_routes(qwen, torch.tensor([ids]))[:-1]) for i, ids in enumerate(tokens)
+    ]
+    for padding in ("left", "right"):
+        batch = ReplayBatch.collate(traces, spec=spec, padding=padding)
+        replay = RouterReplay(qwen)
+        with replay(batch), torch.no_grad():
+            found = qwen(**batch.model_inputs()).logits[torch.from_numpy(batch.attention_mask).bool()]
+        alone = torch.cat([logits(qwen, torch.tensor([ids]))[0] for ids in tokens])
+        torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+        assert replay.report().flipped_share == 0
+
+
+# --- report -----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_equals_an_independent_count(qwen, batch):
+    """Native choices under replay, noted by hooks and counted in numpy."""
+    native = []
+    gates = [layer.mlp.gate for layer in qwen.model.layers]
+    for gate in gates:
+        gate.register_forward_hook(lambda m, args, _o: native.append((args[0] @ m.weight.T).topk(m.top_k).indices))
+    replay = RouterReplay(qwen)
+    with replay(batch), torch.no_grad():
+        qwen(**batch.model_inputs())
+    mask = batch.route_mask.reshape(-1)
+    chosen = torch.stack(native, 1).numpy()[mask]
+    forced = batch.routed_experts.reshape(14, *chosen.shape[1:])[mask]
+    flipped = (np.sort(chosen, -1) != np.sort(forced, -1)).any(-1)
+    reordered = (chosen != forced).any(-1) & ~flipped
+    report = replay.report()
+    assert (report.sites_used, report.num_sites, report.rows) == (2, 2, 14)
+    assert report.missing_share == pytest.approx(5 / 14 + 1 / 14)
+    assert report.flipped_share == pytest.approx(flipped.mean())
+    assert report.flipped_per_site == pytest.approx(flipped.mean(0).tolist())
+    assert report.reordered_share == pytest.approx(reordered.mean())
+    assert 0 < report.flipped_share
+
+
+def test_the_report_tells_another_order_from_another_set(qwen):
+    own = own_routes(qwen)
+    turned = own[..., ::-1].copy()
+    turned[:7] = own[:7]
+    replay = RouterReplay(qwen)
+    with replay(turned), torch.no_grad():
+        logits(qwen)
+    report = replay.report()
+    assert report.flipped_per_site[0] == 0
+    assert report.reordered_share >= 0.25
+    assert report.missing_share == 0
+
+
+def test_the_report_is_of_the_last_context(qwen):
+    replay = RouterReplay(qwen)
+    for routes, share in ((own_routes(qwen), 0), (random_routes(replay.spec, 14), None)):
+        with replay(routes), torch.no_grad():
+            logits(qwen)
+        assert (replay.report().flipped_share == 0) == (share == 0)
+    assert replay.report().rows == 14
+
+
+def test_before_any_context_the_report_is_empty(qwen):
+    report = RouterReplay(qwen).report()
+    assert (report.sites_used, report.rows, report.flipped_share, report.missing_share) == (0, 0, 0, 0)
+
+
+# --- leaving no trace -------------------------------------------------------------------------------------------
+
+
+def wrapped(model) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_an_error_in_the_forward_leaves_the_model_as_it_was(qwen):
+    replay = RouterReplay(qwen)
+    plain = logits(qwen)
+    for context in (replay(random_routes(replay.spec, 14)), replay.record()):
+        with pytest.raises(ZeroDivisionError), context:
+            logits(qwen)
+            assert wrapped(qwen) == [site.name for site in replay.spec.sites]
+            _ = 1 / 0
+        assert wrapped(qwen) == []
+    assert torch.equal(logits(qwen), plain)
+
+
+def test_another_model_in_the_process_is_untouched(qwen, checkpoint):
+    other = load(checkpoint("qwen3_moe"))
+    plain = logits(other)
+    replay = RouterReplay(qwen)
+    with replay(random_routes(replay.spec, 14)):
+        assert torch.equal(logits(other), plain)
+        assert not torch.equal(logits(qwen), plain)
+
+
+def test_contexts_on_one_model_do_not_nest(qwen):
+    replay, routes = RouterReplay(qwen), own_routes(qwen)
+    with replay.record() as recorded:
+        logits(qwen)
+        with pytest.raises(RuntimeError, match="already wrapped: leave the other"), replay(routes):
+            pytest.fail("the context must not open")
+    assert recorded.routed_experts.shape == (14, 2, 2)
+    assert wrapped(qwen) == []
+
+
+def test_making_a_replay_uses_no_random_numbers(qwen):
+    state = torch.get_rng_state()
+    RouterReplay(qwen)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------
+
+
+def routes_with(replay, **changes) -> np.ndarray:
+    routes = random_routes(replay.spec, 14)
+    for row, ids in changes.items():
+        routes[int(row[3:]), 1] = ids
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: np.zeros_like(r), r"row 0 at site 0 \(model.layers.0.mlp.gate\) names an expert twice: \[0, 0\]"),
+        (lambda r: np.where(np.arange(14)[:, None, None] == 9, 4, r), r"row 9 at site 0 .* twice: \[4, 4\]; .* masked"),
+        (lambda r: r[:, :1], r"shape \(14, 1, 2\), need \[rows, 2, 2\]"),
+        (lambda r: r[:, :, :1], r"shape \(14, 2, 1\), need \[rows, 2, 2\]"),
+        (lambda r: r[0], r"shape \(2, 2\), need"),
+        (lambda r: r.astype(np.float32), "float32, need integers"),
+        (lambda r: r + 8, r"site 0 \(model.layers.0.mlp.gate\) has an id in \[8, 15\], need \[0, 8\)"),
+        (lambda r: r.astype(np.int32) - 8, r"has an id in \[-8, -1\], need \[0, 8\)"),
+    ],
+    ids=["zeros", "duplicate", "one site less", "smaller k", "one row", "floats", "too high", "negative"],
+)
+def test_impossible_ids_are_refused_before_any_forward(qwen, change, message):
+    replay = RouterReplay(qwen)
+    with pytest.raises(ValueError, match=message), replay(change(random_routes(replay.spec, 14))):
+        pytest.fail("the context must not open")
+    assert wrapped(qwen) == []
+
+
+@pytest.mark.parametrize("rows", [13, 15, 0])
+def test_another_number_of_rows_than_tokens_is_refused_by_the_router(qwen, rows):
+    replay = RouterReplay(qwen)
+    with (
+        pytest.raises(ValueError, match=f"mlp.gate sees 14 tokens but the replay holds {rows} rows; .* with all its padding"),
+        replay(random_routes(replay.spec, rows)),
+    ):
+        logits(qwen)
+
+
+def test_a_duplicate_in_a_recorded_row_of_a_batch_is_refused(qwen, batch):
+    batch.routed_experts[1, 1] = 3
+    with pytest.raises(ValueError, match=r"row 8 at site 0 .* twice: \[3, 3\]"), RouterReplay(qwen)(batch):
+        pytest.fail("the context must not open")
+
+
+def test_a_trace_without_routes_is_refused_by_its_sample_id(qwen):
+    bare = Trace("run/0/x/3", 0, [5], [6], [-1.0], None, "length")
+    with pytest.raises(ValueError, match=r"trace 'run/0/x/3' has no routes"):
+        ReplayBatch.collate([bare], spec=RouterReplay(qwen).spec)
+
+
+def test_a_forward_that_was_cut_short_is_noticed(qwen):
+    replay = RouterReplay(qwen)
+    with (
+        pytest.raises(RuntimeError, match=r"reached 1 sites but not \['model.layers.1.mlp.gate'\]"),
+        replay(random_routes(replay.spec, 2)),
+    ):
+        qwen.model.layers[0].mlp.gate(torch.zeros(2, 32))
+
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
+GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        (
+            "deepseek_v2",
+            {**TINY, **GROUPS, **LATENT, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+            r"model\.layers\.1\.mlp\.gate \(DeepseekV2TopkRouter\) selects in 2 top-k calls",
+        ),
+        ("deepseek_v3", {**TINY, **GROUPS, **LATENT, "first_k_dense_replace": 0}, r"\(DeepseekV3TopkRouter\) selects in 3"),
+        (
+            "llama4_text",
+            {**TINY, "num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 16},
+            r"\(Llama4Router\) does not return \(logits, weights, ids\)",
+        ),
+        ("mixtral", {**TINY, "num_local_experts": 4, "router_jitter_noise": 0.1}, r"\(MixtralTopKRouter\) .* jitter"),
+        ("phimoe", {**TINY, "num_local_experts": 4, "router_jitter_noise": 0.1}, r"\(PhimoeTopKRouter\) .* jitter"),
+        ("doge", {**TINY, "is_moe": True, "num_experts": 16}, r"\(DogeCDMoE\)"),
+        ("qwen3", TINY, "Qwen3ForCausalLM has no MoE router: it is dense"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.islower() else "",
+)
+def test_a_router_that_cannot_be_forced_exactly_is_refused_by_class_name(family, config, message):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    with pytest.raises(ValueError, match=message):
+        RouterReplay(model)

@@ -1,0 +1,181 @@
+"""The scheduler: every token computed once, within budget, in order of arrival, and every request comes to its end."""
+
+from collections import defaultdict
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.backend import SampleRequest
+from rollout.sampling import SamplingParams
+from rollout.scheduler import Request, Scheduler, Work, flatten
+from rollout.stops import StopChecker
+
+KV_TOKENS = 24
+LENGTHS = st.tuples(st.integers(1, 12), st.integers(0, 12))
+
+
+def request(name: int | str, prompt_len: int, max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    sample = SampleRequest(f"run/0/{name}/0", 0, (5,) * prompt_len, params)
+    return Request(sample, StopChecker(params, (), None), random_key=0, seed=0, routes=None)
+
+
+def queue(scheduler: Scheduler, lengths) -> list[Request]:
+    requests = [request(index, *sizes) for index, sizes in enumerate(lengths)]
+    for entry in requests:
+        scheduler.add(entry)
+    return requests
+
+
+def process(scheduler: Scheduler, batch: list[Work], stop_after: dict[Request, int]) -> None:
+    """What the engine does with a step's results: count tokens, release what has ended."""
+    for work in batch:
+        entry = work.request
+        if entry.finish_reason is None:
+            if work.samples:
+                entry.output_ids.append(0)
+            wanted = min(stop_after.get(entry, entry.max_tokens), entry.max_tokens)
+            if not entry.prefilling and len(entry.output_ids) >= wanted and (work.samples or not wanted):
+                entry.finish_reason = "length"
+                scheduler.release(entry)
+
+
+def run(scheduler: Scheduler, overlap: bool, stop_after=None, check=lambda batch: None) -> list[list[Work]]:
+    """All steps until idle. With overlap the next step is scheduled before the last one is processed."""
+    steps, in_flight = [], []
+    while not scheduler.idle or in_flight:
+        batch = scheduler.schedule()
+        check(batch)
+        if batch:
+            steps.append(batch)
+            in_flight.append(batch)
+        assert in_flight, "no work and nothing to wait for: the scheduler is stuck"
+        while len(in_flight) > (1 if overlap and batch else 0):
+            process(scheduler, in_flight.pop(0), stop_after or {})
+    return steps
+
+
+@given(
+    lengths=st.lists(LENGTHS, min_size=1, max_size=12),
+    max_running=st.integers(1, 5),
+    budget=st.integers(1, 20),
+    overlap=st.booleans(),
+    early=st.lists(st.integers(1, 12), max_size=12),
+)
+def test_any_load_is_computed_completely_and_within_limits(lengths, max_running, budget, overlap, early):
+    scheduler = Scheduler(max_running, budget, KV_TOKENS)
+    requests = queue(scheduler, lengths)
+
+    def check(batch):
+        assert sum(work.length for work in batch) <= budget
+        assert len({id(work.request) for work in batch}) == len(batch) <= max_running
+        assert all(work.length >= 1 for work in batch)
+        decodes = [work.is_decode for work in batch]
+        assert decodes == sorted(decodes, reverse=True), "decodes come first: the engine reads their tokens on the device"
+        check_owners(scheduler)
+
+    steps = run(scheduler, overlap, dict(zip(requests, early, strict=False)), check)
+    spans = defaultdict(list)
+    for work in (work for batch in steps for work in batch):
+        spans[work.request].append(work)
+    for index, entry in enumerate(requests):
+        check_spans(entry, spans[entry], early[index] if index < len(early) else None, overlap)
+    assert scheduler.slots.free_slots == KV_TOKENS
+    assert sorted(scheduler._rows) == list(range(max_running))
+
+
+def check_owners(scheduler: Scheduler) -> None:
+    """No row and no slot has two owners, whoever is running."""
+    slots = [slot for r in scheduler.running for slot in range(r.slot, r.slot + r.capacity)]
+    rows = [r.row for r in scheduler.running]
+    assert all(r.capacity >= r.max_rows for r in scheduler.running)
+    assert len(set(slots)) == len(slots)
+    assert len(set(rows)) == len(rows)
+    assert scheduler.slots.free_slots == KV_TOKENS - len(slots)
+
+
+def check_spans(entry: Request, works: list[Work], early: int | None, overlap: bool) -> None:
+    """Positions follow each other without gap or overlap: the whole prompt, then one token at a time."""
+    assert entry.finish_reason == "length"
+    positions = [position for work in works for position in range(work.start, work.start + work.length)]
+    assert positions == list(range(len(positions)))
+    assert all(work.length == 1 for work in works if work.is_decode)
+    assert all(work.start + work.length <= entry.prompt_len for work in works if not work.is_decode)
+    samples = sum(work.samples for work in works)
+    tokens = min(early or entry.max_tokens, entry.max_tokens)
+    assert len(entry.output_ids) == tokens
+    assert [work.samples for work in works] == [
+        work.start + work.length >= entry.prompt_len and entry.max_tokens > 0 for work in works
+    ]
+    if early is None or early >= entry.max_tokens:
+        assert len(positions) == entry.max_rows, "an end by length is known when scheduling: nothing is computed in vain"
+        assert samples == entry.max_tokens
+    else:
+        assert tokens <= samples <= tokens + overlap, "an early stop costs at most one token, and only with overlap"
+
+
+@given(lengths=st.lists(LENGTHS, min_size=2, max_size=12), budget=st.integers(1, 20), max_running=st.integers(1, 4))
+def test_requests_start_in_order_of_arrival(lengths, budget, max_running):
+    scheduler = Scheduler(max_running, budget, KV_TOKENS)
+    requests = queue(scheduler, lengths)
+    started = list(dict.fromkeys(work.request for batch in run(scheduler, True) for work in batch))
+    assert started == requests
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_slots():
+    scheduler = Scheduler(max_running_requests=4, max_batch_tokens=64, kv_tokens=10)
+    running, large, small = queue(scheduler, [(4, 2), (8, 2), (1, 1)])
+    assert [work.request for work in scheduler.schedule()] == [running]
+    assert list(scheduler.waiting) == [large, small]
+
+
+def test_the_schedule_of_a_hand_computed_load():
+    """Prompts of 5 and 2 tokens with a budget of 4: chunks of 4 and 1, and the second prompt fills what is left."""
+    scheduler = Scheduler(max_running_requests=2, max_batch_tokens=4, kv_tokens=20)
+    a, b = queue(scheduler, [(5, 2), (2, 3)])
+    steps = [[(w.request, w.start, w.length, w.samples) for w in batch] for batch in run(scheduler, overlap=False)]
+    assert steps == [
+        [(a, 0, 4, False)],
+        [(a, 4, 1, True), (b, 0, 2, True)],
+        [(a, 5, 1, True), (b, 2, 1, True)],
+        [(b, 3, 1, True)],
+    ]
+
+
+def test_decodes_are_not_starved_by_a_long_prompt():
+    scheduler = Scheduler(max_running_requests=2, max_batch_tokens=3, kv_tokens=40)
+    first, long = queue(scheduler, [(1, 6), (20, 1)])
+    shares = [{w.request: w.length for w in batch} for batch in run(scheduler, overlap=True)]
+    assert [share.get(first, 0) for share in shares[:6]] == [1] * 6
+    assert [share.get(long, 0) for share in shares[:6]] == [2] * 6
+
+
+def test_a_waiting_request_can_be_released_and_holds_nothing():
+    scheduler = Scheduler(max_running_requests=1, max_batch_tokens=8, kv_tokens=8)
+    first, second = queue(scheduler, [(3, 3), (3, 3)])
+    scheduler.schedule()
+    scheduler.release(second)
+    assert list(scheduler.requests()) == [first]
+    scheduler.release(first)
+    assert scheduler.idle
+    assert scheduler.slots.free_slots == 8
+
+
+def test_slots_of_a_released_request_serve_the_next_one():
+    scheduler = Scheduler(max_running_requests=2, max_batch_tokens=8, kv_tokens=5)
+    first, second = queue(scheduler, [(3, 3), (2, 4)])
+    scheduler.schedule()
+    assert second.slot == -1
+    scheduler.release(first)
+    scheduler.schedule()
+    assert (second.slot, second.row) == (first.slot, first.row)
+
+
+def test_flatten_gives_position_and_slot_of_each_token():
+    a, b = request("a", 5, 1), request("b", 4, 3)
+    a.slot, b.slot = 10, 2
+    position, slot = flatten([Work(b, 4, 1, True), Work(a, 1, 3, False)])
+    assert position.tolist() == [4, 1, 2, 3]
+    assert slot.tolist() == [6, 11, 12, 13]
+    assert position.dtype == slot.dtype == np.int64

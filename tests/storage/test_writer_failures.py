@@ -1,0 +1,135 @@
+"""TraceWriter when the disk fails, writers race, threads share it, or a writer has died."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from storage import StepExistsError, TraceDataset, TraceWriter, clean_staging
+from tests.storage.builders import SPEC, commit, make_trace, make_traces
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to let any file of this process grow past `size`: a full disk without a small disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
+    commit(tmp_path, 0)
+    big = [make_trace(1, sample, completion=20_000) for sample in range(16)]
+    with TraceWriter(tmp_path, SPEC) as writer:
+        with (
+            largest_file(100_000),
+            pytest.raises(OSError, match="step 1 was abandoned and may be written again") as caught,
+        ):
+            writer.write(big, step=1)
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path))
+        assert list((tmp_path / "_staging").iterdir()) == []
+        writer.write(big[:1], step=1)
+        writer.commit(1)
+    dataset = TraceDataset(tmp_path)
+    assert (len(dataset), dataset.verify()) == (6, [])
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_a_disk_that_fails_at_any_fsync_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    commit(tmp_path, 0)
+    calls = iter(range(99))
+    real = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if next(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with TraceWriter(tmp_path, SPEC) as writer:
+        writer.write(make_traces(1), step=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing)
+            if call < 4:  # part, manifest, staging directory, dataset directory
+                with pytest.raises(OSError, match="No space left on device"):
+                    writer.commit(1)
+            else:
+                writer.commit(1)
+        dataset = TraceDataset(tmp_path)
+        assert dataset.steps == ([0] if call < 3 else [0, 1])  # the last fsync comes after the rename
+        assert dataset.verify() == []
+        if call < 3:
+            writer.write(make_traces(1), step=1)
+            writer.commit(1)
+    assert len(TraceDataset(tmp_path)) == 10
+
+
+def test_of_two_writers_that_race_for_a_step_exactly_one_wins(tmp_path: Path) -> None:
+    for step in range(10):
+        barrier, results = threading.Barrier(2), []
+
+        def race(sample: int, step: int = step, barrier=barrier, results=results) -> None:
+            with TraceWriter(tmp_path, SPEC) as writer:
+                writer.write([make_trace(step, sample)], step=step)
+                barrier.wait()
+                try:
+                    writer.commit(step)
+                    results.append(sample)
+                except StepExistsError:
+                    results.append(None)
+
+        threads = [threading.Thread(target=race, args=(sample,)) for sample in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (winner,) = set(results) - {None}
+        assert len(results) == 2
+        assert list(TraceDataset(tmp_path).iter(step)) == [make_trace(step, winner)]
+    assert TraceDataset(tmp_path).verify() == []
+
+
+def test_threads_share_a_writer(tmp_path: Path) -> None:
+    traces = make_traces(0, 60)
+    with TraceWriter(tmp_path, SPEC) as writer:
+        threads = [
+            threading.Thread(target=lambda part=traces[i::4]: [writer.write([trace], step=0) for trace in part])
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        writer.commit(0)
+    dataset = TraceDataset(tmp_path)
+    assert sorted(trace.sample_id for trace in dataset) == sorted(trace.sample_id for trace in traces)
+    assert dataset.verify() == []
+
+
+def test_cleaning_spares_live_writers_and_other_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unique = "0" * 32
+    with TraceWriter(tmp_path, SPEC) as writer:
+        writer.write(make_traces(0), step=0)
+        dead = tmp_path / "_staging" / f"000000001-{os.uname().nodename}-{unique}"
+        elsewhere = tmp_path / "_staging" / f"000000001-another-host-{unique}"
+        dead.mkdir()
+        elsewhere.mkdir()
+        assert TraceDataset(tmp_path).verify() == [
+            f"{dead}: left by a writer that died; storage.clean_staging({str(tmp_path)!r}) removes it"
+        ]
+        with caplog.at_level(logging.WARNING):
+            assert clean_staging(tmp_path) == [dead]
+        assert str(dead) in caplog.text
+        assert clean_staging(tmp_path, all_hosts=True) == [elsewhere]
+        writer.commit(0)
+    assert TraceDataset(tmp_path).verify() == []
