@@ -112,7 +112,7 @@ class Dispatch:
 
     def _least_loaded(self) -> ActorSlot | None:
         running = [call.slot for call in self._calls]
-        free = [s for s in self._slots if running.count(s) < self._limits.outstanding_chunks and s.is_ready()]
+        free = [s for s in self._slots if s.is_ready() and running.count(s) < self._limits.outstanding_chunks]
         return min(free, key=lambda slot: slot.outstanding, default=None)
 
     def _ready(self) -> list[_Call]:

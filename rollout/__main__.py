@@ -17,16 +17,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser(
-        "demo", help="sample with the small built-in model, verify the traces, replay them"
-    )
-    demo.add_argument(
-        "--out", default="demo-traces", metavar="DIR", help="dataset directory (default: %(default)s)"
-    )
+    demo = commands.add_parser("demo", help="sample with the small built-in model, verify the traces, replay them")
+    demo.add_argument("--out", default="demo-traces", metavar="DIR", help="dataset directory (default: %(default)s)")
 
-    sample = commands.add_parser(
-        "sample", help="sample completions of prompts, one JSON object per completion"
-    )
+    sample = commands.add_parser("sample", help="sample completions of prompts, one JSON object per completion")
     sample.add_argument("model", help="checkpoint directory or hub id")
     sample.add_argument(
         "--prompts",
@@ -42,9 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--top-k", type=int, default=0, metavar="K")
     sample.add_argument("--min-p", type=float, default=0.0, metavar="P")
     sample.add_argument("--seed", type=int, metavar="S")
-    sample.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated"
-    )
+    sample.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     sample.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     sample.add_argument(
         "--num-actors",
@@ -54,9 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="sample over Ray with N actors (default: in process)",
     )
 
-    inspect = commands.add_parser(
-        "inspect", help="what a dataset holds: steps, samples, tokens, bytes, expert load"
-    )
+    inspect = commands.add_parser("inspect", help="what a dataset holds: steps, samples, tokens, bytes, expert load")
     inspect.add_argument("dir", metavar="DIR")
 
     verify = commands.add_parser("verify", help="check every file, checksum and row; exit code 1 on problems")

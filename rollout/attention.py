@@ -15,18 +15,24 @@ from rollout.kv_pool import KVPool
 
 ATTENTION_NAME = "moe_rollout_slots"
 # Keywords that models pass and that change nothing in causal attention with the mask we build ourselves.
-HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "output_router_logits"})
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "output_router_logits"}
+)
 # Decodes share one kernel call while at most this share of the keys it reads is masked.
 MAX_MASKED = 0.4
 
 
 class Span(NamedTuple):
-    """Tokens `[start, end)` of the flattened batch belong to one request; its keys are `[slot, slot + kv_len)`."""
+    """Tokens `[start, end)` of the flattened batch belong to one request.
+
+    It owns the slots `[slot, slot + capacity)`; its keys are in the first `kv_len` of them.
+    """
 
     start: int
     end: int
     slot: int
     kv_len: int
+    capacity: int
 
 
 class DecodeGroup(NamedTuple):
@@ -45,7 +51,7 @@ class DecodeGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where each token of a step reads and writes: host integers, but for `out_cache_loc` (the slot per token) and masks."""
+    """Where each token of a step reads and writes: host integers, but for the masks and `out_cache_loc`, a slot per token."""
 
     pool: KVPool
     spans: list[Span]
@@ -60,25 +66,29 @@ class AttentionBatch:
         """Gather decodes whose slots are evenly spaced; in batch-invariant mode every request is on its own."""
         singles, groups = list(spans), []
         if not batch_invariant:
-            runs = _even_runs([span for span in spans if span.end - span.start == 1], pool.size)
+            runs = _even_runs([span for span in spans if span.end - span.start == 1])
             groups = [_group(run, dtype) for run in runs]
             grouped = {span.start for run in runs for span in run}
             singles = [span for span in spans if span.start not in grouped]
         return cls(pool, singles, groups, out_cache_loc, batch_invariant)
 
 
-def _even_runs(spans: Sequence[Span], pool_size: int) -> list[list[Span]]:
-    """Runs of two or more neighbours in the batch whose slots have one distance and whose lengths are alike."""
+def _even_runs(spans: Sequence[Span]) -> list[list[Span]]:
+    """Runs of two or more neighbours in the batch whose slots have one distance and whose lengths are alike.
+
+    A run reads, and masks, slots behind a request's keys, but never another request's: these may hold NaN, and
+    0 * NaN is NaN.
+    """
     runs: list[list[Span]] = []
     for span in spans:
-        if runs and _continues(runs[-1], span, pool_size):
+        if runs and _continues(runs[-1], span):
             runs[-1].append(span)
         else:
             runs.append([span])
     return [run for run in runs if len(run) > 1]
 
 
-def _continues(run: list[Span], span: Span, pool_size: int) -> bool:
+def _continues(run: list[Span], span: Span) -> bool:
     last = run[-1]
     even = len(run) == 1 or span.slot - last.slot == last.slot - run[-2].slot
     longest = max(span.kv_len, *(s.kv_len for s in run))
@@ -88,7 +98,7 @@ def _continues(run: list[Span], span: Span, pool_size: int) -> bool:
         even
         and span.slot > last.slot
         and span.start == last.end
-        and span.slot + longest <= pool_size
+        and longest <= min(span.capacity, *(s.capacity for s in run))
         and wasted <= MAX_MASKED * read
     )
 
@@ -150,7 +160,12 @@ def _strided(store: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
 
 
 def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, mask: torch.Tensor | None = None, causal: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
@@ -170,7 +185,8 @@ def _attend_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     past = k.shape[2] - q.shape[2]
     with _one_thread():
         rows = [
-            _sdpa(q[:, :, i : i + 1], k[:, :, : past + i + 1], v[:, :, : past + i + 1], scale) for i in range(q.shape[2])
+            _sdpa(q[:, :, i : i + 1], k[:, :, : past + i + 1], v[:, :, : past + i + 1], scale)
+            for i in range(q.shape[2])
         ]
     return torch.cat(rows, dim=2)
 

@@ -16,6 +16,7 @@ from storage.trace import RoutingSpec, Trace
 class SampleRequest:
     """One sequence to sample. Plain and picklable; seed and `sample_id` alone decide which random numbers it draws.
 
+    `sampling_params.seed` must be set.
     `metadata` (JSON values) travels into the trace untouched: an expected answer, a task name.
 
     >>> SampleRequest("run/0/0-0/1", step=0, prompt_ids=(5, 7), sampling_params=SamplingParams(seed=0))
@@ -65,7 +66,7 @@ class Backend(Protocol):
         """Facts of the loaded model."""
 
     def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
-        """Yield traces as they finish, each request exactly once, in any order. Closing the generator aborts the rest."""
+        """Yield traces as they finish, each request once, in any order. Closing the generator aborts the rest."""
 
     def update_weights(self, source: Any, version: int) -> None:
         """Replace the weights of an idle backend; refused whole when names or shapes do not fit."""

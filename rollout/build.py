@@ -38,14 +38,11 @@ class BuiltEngine:
 
     def update_weights(self, source: Any, version: int) -> None:
         """See LocalBackend.update_weights."""
+        self.engine.drain()  # a stream that was closed may have left its last step in flight
         if not self.engine.idle:
-            raise RuntimeError(
-                "update_weights needs an idle engine: finish or close the running streams first"
-            )
+            raise RuntimeError("update_weights needs an idle engine: finish or close the running streams first")
         if version <= self.engine.weight_version:
-            raise ValueError(
-                f"weight version {version} is not above the current {self.engine.weight_version}"
-            )
+            raise ValueError(f"weight version {version} is not above the current {self.engine.weight_version}")
         tensors = check_state_dict(self.runner.model, source)
         self.stream.run(lambda: copy_weights(self.runner.model, tensors))
         self.engine.weight_version = version
@@ -68,9 +65,7 @@ def build_engine(path: str, options: EngineOptions, on_finish: Callable[[Request
         raise
 
 
-def _build(
-    path: str, options: EngineOptions, on_finish: Callable[[Request], None], stream: CpuStream
-) -> BuiltEngine:
+def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], None], stream: CpuStream) -> BuiltEngine:
     loaded = load_model(path, options.dtype)
     kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options)
     capturer = None
@@ -80,9 +75,7 @@ def _build(
     reference: list[Reference] = []
     stream.run(
         lambda: reference.append(
-            plain_forward(
-                loaded.model, capturer, loaded.vocab_size, min(loaded.max_positions, kv_tokens // 2)
-            )
+            plain_forward(loaded.model, capturer, loaded.vocab_size, min(loaded.max_positions, kv_tokens // 2))
         )
     )
     use_slot_attention(loaded.model)
@@ -104,15 +97,11 @@ def _build(
         overlap=not options.disable_overlap_schedule,
         on_finish=on_finish,
     )
-    return BuiltEngine(
-        engine, runner, _info(path, loaded, kv_tokens, capturer is not None), loaded.tokenizer, stream
-    )
+    return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, capturer is not None), loaded.tokenizer, stream)
 
 
 def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> ModelInfo:
-    limit, reason = min(
-        (loaded.max_positions, "the model's positions"), (kv_tokens, "kv_tokens, the key/value pool")
-    )
+    limit, reason = min((loaded.max_positions, "the model's positions"), (kv_tokens, "kv_tokens, the key/value pool"))
     return ModelInfo(
         spec=loaded.spec,
         vocab_size=loaded.vocab_size,

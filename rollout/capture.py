@@ -45,9 +45,9 @@ class RequestRoutes:
         """The request has ended: rows of tokens that are still in flight are dropped."""
         self._sealed = True
 
-    def take(self) -> np.ndarray:
-        """All rows, `[rows, sites, K]`; a copy when the sequence ended early, so that no slack is kept."""
-        rows = self._rows[: self._filled]
+    def take(self, limit: int | None = None) -> np.ndarray:
+        """The first `limit` or all rows, `[rows, sites, K]`; a copy when the sequence ended early: no slack is kept."""
+        rows = self._rows[: self._filled][:limit]
         return rows if len(rows) == len(self._rows) else rows.copy()
 
 
@@ -111,9 +111,7 @@ class RoutedExpertsOutput:
 
     def _advance(self, before: RouteState, after: RouteState) -> None:
         if self.state is not before:
-            raise RuntimeError(
-                f"routes cannot become {after.value}: they are {self.state.value}, not {before.value}"
-            )
+            raise RuntimeError(f"routes cannot become {after.value}: they are {self.state.value}, not {before.value}")
         self.state = after
 
 
@@ -130,8 +128,7 @@ class RoutedExpertsCapturer:
         self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32)
         self._seen: list[tuple[int, int]] = []
         self._handles = [
-            router.module.register_forward_hook(self._hook(index))
-            for index, router in enumerate(find_routers(model))
+            router.module.register_forward_hook(self._hook(index)) for index, router in enumerate(find_routers(model))
         ]
 
     def _hook(self, index: int) -> Any:
@@ -161,14 +158,12 @@ class RoutedExpertsCapturer:
         The narrowing cast is the copy. `no_copy_to_cpu=False` is refused: a copy here would stop the overlap.
         """
         if not no_copy_to_cpu:
-            raise ValueError(
-                "routes are copied by GenerationBatchResult.copy_to_cpu, not at the end of the forward"
-            )
+            raise ValueError("routes are copied by GenerationBatchResult.copy_to_cpu, not at the end of the forward")
         rows = len(out_cache_loc)
         expected = [(index, rows + num_padding) for index in range(self.spec.num_sites)]
         if self._seen != expected:
             raise RuntimeError(
-                f"routers wrote (site, rows) {self._seen}, expected each of {self.spec.num_sites} sites once, in order, "
+                f"routers wrote (site, rows) {self._seen}, expected each of {self.spec.num_sites} sites once, in order "
                 f"with {rows + num_padding} rows; this model's routing cannot be recorded"
             )
         return RoutedExpertsOutput(out_cache_loc, self._buffer[:rows].to(self._dtype), host_cache, segments)

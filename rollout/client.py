@@ -40,8 +40,7 @@ class RolloutClient:
         run: str = "run",
         reward_fn: RewardFn | None = None,
     ) -> None:
-        if not run or "/" in run:
-            raise ValueError(f"run {run!r} must be a name without '/'; it becomes a part of every sample_id")
+        _check_run(run)
         self._backend = backend
         self._recorder = recorder
         self._rewards = RewardRunner(reward_fn) if reward_fn is not None else None
@@ -66,6 +65,7 @@ class RolloutClient:
         from rollout.local_backend import LocalBackend
         from rollout.recorder import LocalRecorder
 
+        _check_run(run)
         backend = LocalBackend(str(model), **engine_options)
         try:
             return cls(
@@ -99,6 +99,7 @@ class RolloutClient:
         """
         import actors
 
+        _check_run(run)
         backend = actors.connect(
             model,
             num_actors=num_actors,
@@ -145,9 +146,7 @@ class RolloutClient:
             StepExistsError: the step is committed already; nothing was started.
         """
         call, requests = self._begin(prompts, num_samples, sampling_params, step, prompt_keys, metadata)
-        traces = {
-            trace.sample_id: trace for finished in self._run(call, requests) for trace in finished.traces()
-        }
+        traces = {trace.sample_id: trace for finished in self._run(call, requests) for trace in finished.traces()}
         return [traces[request.sample_id] for request in requests]
 
     async def sample_async(self, prompts: Sequence[Prompt], **arguments: Any) -> list[Trace]:
@@ -172,9 +171,7 @@ class RolloutClient:
         call, requests = self._begin(prompts, num_samples, sampling_params, step, prompt_keys, metadata)
         if as_refs and self._rewards is not None:
             self._steps.end(call, committed=False)
-            raise ValueError(
-                "as_refs=True leaves the traces in the object store, reward_fn needs them here: use one"
-            )
+            raise ValueError("as_refs=True leaves the traces in the object store, reward_fn needs them here: use one")
         return self._yield(self._run(call, requests), as_refs)
 
     @staticmethod
@@ -283,17 +280,18 @@ class RolloutClient:
                     continue
                 scored = [trace for trace in finished.traces() if trace.finish_reason != "error"]
                 pending.append((finished, {trace.sample_id: self._rewards.start(trace) for trace in scored}))
-                while pending and (
-                    len(pending) > MAX_PENDING_REWARDS or all(f.done() for f in pending[0][1].values())
-                ):
+                while pending and (len(pending) > MAX_PENDING_REWARDS or all(f.done() for f in pending[0][1].values())):
                     yield _await_rewards(*pending.popleft())
             while pending:
                 yield _await_rewards(*pending.popleft())
 
 
-def _await_rewards(
-    finished: Finished, futures: dict[str, Future[float]]
-) -> tuple[Finished, dict[str, float]]:
+def _check_run(run: str) -> None:
+    if not run or "/" in run:
+        raise ValueError(f"run {run!r} must be a name without '/'; it becomes a part of every sample_id")
+
+
+def _await_rewards(finished: Finished, futures: dict[str, Future[float]]) -> tuple[Finished, dict[str, float]]:
     rewards = {sample_id: future.result() for sample_id, future in futures.items()}
     for trace in finished.traces():
         trace.reward = rewards.get(trace.sample_id, trace.reward)

@@ -56,9 +56,7 @@ def sample(options: argparse.Namespace) -> int:
             "logprob": round(float(trace.logprobs.sum()), 4),
             "error": trace.error,
         }
-        sys.stdout.write(
-            json.dumps({key: value for key, value in record.items() if value is not None}) + "\n"
-        )
+        sys.stdout.write(json.dumps({key: value for key, value in record.items() if value is not None}) + "\n")
     return int(any(trace.finish_reason == "error" for trace in traces))
 
 
@@ -77,9 +75,7 @@ def read_prompts(source: str) -> list[Any]:
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ValueError(f"{source!r} holds no prompts; give one per line")
-    return [
-        _json_prompt(source, number, line) if source.endswith(".jsonl") else line for number, line in numbered
-    ]
+    return [_json_prompt(source, number, line) if source.endswith(".jsonl") else line for number, line in numbered]
 
 
 def _json_prompt(source: str, number: int, line: str) -> Any:
@@ -104,7 +100,8 @@ def inspect_table(directory: str) -> Table:
     reasons: collections.Counter[str] = collections.Counter()
     rewards: list[float] = []
     tokens = rows = 0
-    load = [np.zeros(site.num_experts, np.int64) for site in dataset.spec.sites]
+    spec = dataset.spec
+    load = [np.zeros(site.num_experts, np.int64) for site in spec.sites]
     for trace in dataset.iter():
         reasons[trace.finish_reason] += 1
         tokens += len(trace.token_ids)
@@ -112,7 +109,7 @@ def inspect_table(directory: str) -> Table:
         if trace.reward is not None:
             rewards.append(trace.reward)
         if trace.routed_experts is not None:
-            add_load(load, trace.routed_experts, dataset.spec)
+            add_load(load, trace.routed_experts, spec)
     size = sum(file.stat().st_size for file in Path(directory).glob("step-*/*.parquet"))
     table = Table("figure", "value", title=f"dataset {directory}")
     figures = {
@@ -122,7 +119,7 @@ def inspect_table(directory: str) -> Table:
         "tokens": tokens,
         "mean reward": f"{np.mean(rewards):.3f} of {len(rewards)} samples" if rewards else "none recorded",
         "recorded rows": rows,
-        "routers": f"{dataset.spec.num_sites} sites, top {dataset.spec.top_k}, {dataset.spec.row_bytes} bytes per token in memory",
+        "routers": f"{spec.num_sites} sites, top {spec.top_k}, {spec.row_bytes} bytes per token in memory",
         "on disk": f"{size / 1e6:.2f} MB, {size / max(tokens, 1):.0f} bytes per token with everything",
         "load entropy": load_entropies(load),
     }

@@ -62,9 +62,7 @@ def sample_sums(out: str) -> tuple[list[Trace], float]:
             metadata=[{"answer": problem.answer} for problem in sums],
         )
         total = NUM_PROMPTS * NUM_SAMPLES
-        traces = list(
-            tqdm(stream, total=total, desc="sampling", unit="sample", disable=not sys.stderr.isatty())
-        )
+        traces = list(tqdm(stream, total=total, desc="sampling", unit="sample", disable=not sys.stderr.isatty()))
         return traces, time.perf_counter() - started
 
 
@@ -89,9 +87,7 @@ def replay_mismatch(traces: list[Trace], dataset: TraceDataset) -> Mismatch:
     return Mismatch(native, replayed, replay.report())
 
 
-def _table(
-    traces: list[Trace], seconds: float, dataset: TraceDataset, found: list[Any], mismatch: Mismatch
-) -> Table:
+def _table(traces: list[Trace], seconds: float, dataset: TraceDataset, found: list[Any], mismatch: Mismatch) -> Table:
     tokens = sum(len(trace.completion_ids) for trace in traces)
     rows = sum(trace.route_len for trace in traces)
     size = sum(file.stat().st_size for file in dataset.root.glob("step-*/*.parquet"))
@@ -117,7 +113,5 @@ def _table(
         "trainer against sampler",
         f"max |dlogp| {mismatch.native.max():.4f} native, {mismatch.replayed.max():.4f} replayed",
     )
-    table.add_row(
-        "", f"mean |dlogp| {mismatch.native.mean():.5f} native, {mismatch.replayed.mean():.5f} replayed"
-    )
+    table.add_row("", f"mean |dlogp| {mismatch.native.mean():.5f} native, {mismatch.replayed.mean():.5f} replayed")
     return table

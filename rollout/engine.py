@@ -149,9 +149,7 @@ class Engine:
             self.stats.dropped_tokens += 1
             return
         if math.isnan(raw_logprob):
-            request.error = (
-                f"the model's logits for completion token {len(request.output_ids)} are not finite"
-            )
+            request.error = f"the model's logits for completion token {len(request.output_ids)} are not finite"
             self._finish(request, "error", None)
             return
         self.stats.sampled_tokens += 1
@@ -168,6 +166,8 @@ class Engine:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.routes is not None:
             request.routes.seal()
+        if request.row >= 0:
+            self._runner.clear_slots(request.slot, request.computed)
         self._scheduler.release(request)
         self._on_finish(request)
 
@@ -182,6 +182,4 @@ class Engine:
 def _host_outputs(result: GenerationBatchResult) -> list[tuple[int, float, float]]:
     if result.next_tokens is None or result.logprobs is None or result.raw_logprobs is None:
         return []
-    return list(
-        zip(result.next_tokens.tolist(), result.logprobs.tolist(), result.raw_logprobs.tolist(), strict=True)
-    )
+    return list(zip(result.next_tokens.tolist(), result.logprobs.tolist(), result.raw_logprobs.tolist(), strict=True))

@@ -47,7 +47,9 @@ def group_by_expert(ids: torch.Tensor, num_experts: int, min_rows: int) -> Group
     return Groups(row, bounds, bounds[-1][2])
 
 
-def hit_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+def hit_experts(
+    self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     """Expert outputs `[tokens, hidden]` for ids and weights `[tokens, K]`; one GEMM pair per hit expert."""
     return _by_expert(self, hidden, top_k_index, top_k_weights, min_rows=1)
 

@@ -79,16 +79,19 @@ class KVPool:
         """Store `[1, heads, tokens, dim]` at the step's slots. Returns its arguments; attention reads the pool."""
         if kwargs is None or "attention_batch" not in kwargs:
             raise ValueError(
-                "this model's attention does not hand its keyword arguments to the cache; it cannot run on the slot pool"
+                "this model's attention keeps its keyword arguments from the cache; it cannot run on the slot pool"
             )
         slots = kwargs["attention_batch"].out_cache_loc
         self._write(self.keys, layer_idx, slots, key)
         self._write(self.values, layer_idx, slots, value)
         return key, value
 
-    def _write(
-        self, store: dict[int, torch.Tensor], layer: int, slots: torch.Tensor, states: torch.Tensor
-    ) -> None:
+    def clear(self, slot: int, count: int) -> None:
+        """Zero `count` slots in all layers. Grouped attention reads slots that it masks, and 0 * NaN is NaN."""
+        for store in (*self.keys.values(), *self.values.values()):
+            store[slot : slot + count].zero_()
+
+    def _write(self, store: dict[int, torch.Tensor], layer: int, slots: torch.Tensor, states: torch.Tensor) -> None:
         rows = states[0].transpose(0, 1)
         if layer not in store:
             store[layer] = _lazy_zeros((self.size, *rows.shape[1:]), rows.dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
@@ -35,15 +36,14 @@ def load_model(path: str, dtype: str) -> LoadedModel:
 
     Raises:
         FileNotFoundError: the path does not exist, or holds no safetensors weights.
-        ValueError: not an MoE model, or a family that the installed transformers does not know.
+        ValueError: not an MoE model, a family that the installed transformers does not know, or weights that are
+            damaged or missing.
     """
     path = str(path)
     _check_files(path)
     config = _load_config(path)
     _check_routers(path, config)
-    with _no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
-    model.eval().requires_grad_(False)
+    model = _load_weights(path, dtype).eval().requires_grad_(False)
     text = config.get_text_config()
     return LoadedModel(
         model=model,
@@ -53,6 +53,26 @@ def load_model(path: str, dtype: str) -> LoadedModel:
         max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
         eos_token_ids=_eos_token_ids(model),
     )
+
+
+def _load_weights(path: str, dtype: str) -> Any:
+    """Every weight comes from the files: transformers alone would draw missing ones at random and only warn."""
+    try:
+        with _no_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+    except SafetensorError as error:
+        raise ValueError(
+            f"model {path!r}: a *.safetensors file is cut short or damaged ({error}); download or save it again"
+        ) from error
+    model, facts = loaded
+    if missing := sorted(facts["missing_keys"]):
+        raise ValueError(
+            f"model {path!r}: {len(missing)} weights such as {missing[0]!r} are in no *.safetensors file; "
+            "download or save the whole checkpoint again"
+        )
+    return model
 
 
 @contextlib.contextmanager
@@ -83,14 +103,12 @@ def _check_files(path: str) -> None:
             )
         return
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(
-            f"model {path!r} has no config.json; is it a checkpoint saved by save_pretrained?"
-        )
+        raise FileNotFoundError(f"model {path!r} has no config.json; is it a checkpoint saved by save_pretrained?")
     if not any(directory.glob("*.safetensors")):
         others = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in directory.glob(pattern))
         raise FileNotFoundError(
-            f"model {path!r} has no *.safetensors weights{f' but {others}' if others else ''}; pickled weights are never "
-            "loaded: convert them with save_pretrained(..., safe_serialization=True)"
+            f"model {path!r} has no *.safetensors weights{f' but {others}' if others else ''}; pickled weights are "
+            "never loaded: convert them with save_pretrained(..., safe_serialization=True)"
         )
 
 
@@ -98,9 +116,7 @@ def _load_config(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
     except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"model {path!r}: the installed transformers does not know this family ({error})"
-        ) from error
+        raise ValueError(f"model {path!r}: the installed transformers does not know this family ({error})") from error
 
 
 def _check_routers(path: str, config: Any) -> None:

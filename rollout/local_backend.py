@@ -60,6 +60,7 @@ class LocalBackend:
         self._outboxes: dict[Request, queue.SimpleQueue[Request | BaseException]] = {}
         self._dead: BaseException | None = None
         self._closed = False
+        self._lock = threading.Lock()  # no command is queued behind the one that stops the engine
         self._thread = threading.Thread(target=self._run, name="moe-rollout-engine", daemon=True)
         self._thread.start()
 
@@ -96,8 +97,8 @@ class LocalBackend:
                 open_requests -= 1
                 yield LocalFinished(self._trace(finished), self.info.spec)
         finally:
-            if open_requests and not self._closed:
-                self._post(lambda: self._built.engine.abort(submitted))
+            if open_requests:
+                self._put(lambda: self._built.engine.abort(submitted))
 
     def update_weights(self, source: Any, version: int) -> None:
         """Copy a state dict (names as in `model.state_dict()`) into the idle engine; rows from now on carry `version`.
@@ -111,17 +112,14 @@ class LocalBackend:
     def abort(self, sample_ids: Collection[str]) -> None:
         """End these requests now, from any thread; their streams yield them with finish_reason "abort"."""
         wanted = set(sample_ids)
-        if not self._closed:
-            self._post(
-                lambda: self._built.engine.abort([r for r in self._outboxes if r.request.sample_id in wanted])
-            )
+        self._put(lambda: self._built.engine.abort([r for r in self._outboxes if r.request.sample_id in wanted]))
 
     def close(self) -> None:
         """Abort what runs, stop both threads. Streams that wait get the aborted traces."""
-        if self._closed:
-            return
-        self._closed = True
-        self._commands.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(None)
         self._thread.join()
 
     def _submit(
@@ -141,9 +139,16 @@ class LocalBackend:
         self._post(add)
 
     def _post(self, command: Callable[[], None]) -> None:
-        if self._dead is not None or self._closed:
+        if not self._put(command):
             raise RuntimeError("this engine is closed") from self._dead
-        self._commands.put(command)
+
+    def _put(self, command: Callable[[], None]) -> bool:
+        """Queue a command for the engine's thread; False when it has stopped."""
+        with self._lock:
+            running = self._dead is None and not self._closed
+            if running:
+                self._commands.put(command)
+            return running
 
     def _call(self, command: Callable[[], None]) -> None:
         """Run a command on the engine's thread and wait for it."""
@@ -172,7 +177,11 @@ class LocalBackend:
                     self._built.engine.step()
         except BaseException as error:
             logger.exception("the engine stopped")
-            self._dead = error
+            with self._lock:
+                self._dead = error
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None:
+                    command()  # so that whoever queued it is among those who are told
             for outbox in {id(box): box for box in self._outboxes.values()}.values():
                 outbox.put(error)
         finally:
@@ -192,7 +201,6 @@ class LocalBackend:
 
     def _trace(self, request: Request) -> Trace:
         params = request.request.sampling_params
-        aborted_early = request.finish_reason in ("abort", "error") and not request.output_ids
         return Trace(
             sample_id=request.request.sample_id,
             step=request.request.step,
@@ -200,7 +208,7 @@ class LocalBackend:
             completion_ids=request.output_ids,
             logprobs=np.array(request.logprobs, np.float32),
             raw_logprobs=np.array(request.raw_logprobs, np.float32),
-            routed_experts=None if request.routes is None or aborted_early else request.routes.take(),
+            routed_experts=self._routes(request),
             finish_reason=request.finish_reason or "error",
             stop_reason=request.stop_reason,
             weight_version=request.weight_version,
@@ -210,6 +218,14 @@ class LocalBackend:
             metadata=request.request.metadata,
             error=request.error,
         )
+
+    @staticmethod
+    def _routes(request: Request) -> np.ndarray | None:
+        """None when ended before the first token; a row behind the last delivered token is left out."""
+        ended_early = request.finish_reason in ("abort", "error")
+        if request.routes is None or (ended_early and not request.output_ids):
+            return None
+        return request.routes.take(request.prompt_len + len(request.output_ids) - 1 if ended_early else None)
 
     def _text(self, request: Request) -> str | None:
         tokenizer = self._built.tokenizer

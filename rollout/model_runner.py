@@ -20,7 +20,7 @@ from rollout.scheduler import Work, flatten
 
 @dataclass
 class ForwardBatch:
-    """Inputs of one step. The first `len(decode_rows)` tokens are read on the device, from what earlier steps sampled."""
+    """Inputs of one step. The first `len(decode_rows)` tokens were sampled by earlier steps and are read on the device."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -95,12 +95,16 @@ class ModelRunner:
         self.stream.launch(work, result.copy_done)
         return result
 
+    def clear_slots(self, slot: int, count: int) -> None:
+        """Zero the keys and values of an ended request, behind all steps in flight: no NaN waits for the next owner."""
+        self.stream.launch(lambda: self.pool.clear(slot, count))
+
     def prepare(self, batch: list[Work]) -> ForwardBatch:
         """Note everything the step needs; runs on the host."""
         position, slot = flatten(batch)
         ends = np.cumsum([w.length for w in batch])
         spans = [
-            Span(int(end) - w.length, int(end), w.request.slot, w.start + w.length)
+            Span(int(end) - w.length, int(end), w.request.slot, w.start + w.length, w.request.capacity)
             for w, end in zip(batch, ends, strict=True)
         ]
         sampling = [(w, int(end) - 1) for w, end in zip(batch, ends, strict=True) if w.samples]
@@ -163,9 +167,7 @@ def _host_tokens(batch: list[Work], length: int) -> np.ndarray:
     at = 0
     for work in batch:
         if not work.is_decode:
-            tokens[at : at + work.length] = work.request.request.prompt_ids[
-                work.start : work.start + work.length
-            ]
+            tokens[at : at + work.length] = work.request.request.prompt_ids[work.start : work.start + work.length]
         at += work.length
     return tokens
 

@@ -67,7 +67,7 @@ class RouterReplay:
 
     >>> replay = RouterReplay(model)
     >>> with replay(ReplayBatch.collate(traces, spec=replay.spec)) as batch:
-    ...     loss(model(**batch.model_inputs())).backward()      # open through backward: checkpointing runs routers again
+    ...     loss(model(**batch.model_inputs())).backward()      # open through backward, for checkpointing
     >>> replay.report().flipped_share
     0.0142
 
@@ -143,9 +143,7 @@ class RouterReplay:
                     "a row that was not recorded must be masked, not filled"
                 )
 
-    def _forced(
-        self, site: int, forward: RouterForward, ids: torch.Tensor, mask: torch.Tensor | None
-    ) -> RouterForward:
+    def _forced(self, site: int, forward: RouterForward, ids: torch.Tensor, mask: torch.Tensor | None) -> RouterForward:
         def replaying(*args: Any, **kwargs: Any) -> Any:
             device = args[0].device if args else next(iter(kwargs.values())).device
             wide = ids[:, site, : self.spec.sites[site].top_k].to(device, torch.int64)

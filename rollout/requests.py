@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import operator
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,20 +44,23 @@ class RequestBuilder:
             ValueError, TypeError: naming the index of the prompt that does not fit, and why.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
-            raise TypeError(
-                f"prompts must be a non-empty list of strings or token id lists, got {prompts!r:.80}"
-            )
+            raise TypeError(f"prompts must be a non-empty list of strings or token id lists, got {prompts!r:.80}")
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}, need at least 1")
         count = len(prompts)
-        params = _per_prompt("sampling_params", SamplingParams() if sampling_params is None else sampling_params, count, SamplingParams)
+        params = _per_prompt(
+            "sampling_params", SamplingParams() if sampling_params is None else sampling_params, count, SamplingParams
+        )
         facts = _per_prompt("metadata", {} if metadata is None else metadata, count, dict)
         keys = self._keys(prompt_keys, count, call)
         ids = [self._prompt_ids(index, prompt) for index, prompt in enumerate(prompts)]
         for index in range(count):
             self._check(index, ids[index], params[index])
+            _check_json(index, facts[index])
+        drawn = {"seed": secrets.randbits(62)}  # here, not in an engine: a retry elsewhere continues the same stream
+        seeded = [p if p.seed is not None else p.model_copy(update=drawn) for p in params]
         return [
-            SampleRequest(f"{self.run}/{step}/{keys[i]}/{j}", step, ids[i], params[i], facts[i])
+            SampleRequest(f"{self.run}/{step}/{keys[i]}/{j}", step, ids[i], seeded[i], facts[i])
             for i in range(count)
             for j in range(num_samples)
         ]
@@ -71,9 +76,7 @@ class RequestBuilder:
             )
         for key in keys:
             if not key or "/" in key:
-                raise ValueError(
-                    f"prompt key {key!r} is empty or has a '/'; it becomes a part of the sample_id"
-                )
+                raise ValueError(f"prompt key {key!r} is empty or has a '/'; it becomes a part of the sample_id")
         return keys
 
     def _prompt_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
@@ -83,9 +86,7 @@ class RequestBuilder:
             ids = self._tokenizer(index)(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             return tuple(operator.index(token) for token in ids)
         except TypeError as error:
-            raise TypeError(
-                f"prompt {index} is {prompt!r:.80}, need a string or a list of token ids"
-            ) from error
+            raise TypeError(f"prompt {index} is {prompt!r:.80}, need a string or a list of token ids") from error
 
     def _tokenizer(self, index: int) -> Any:
         if self.info.tokenizer_path is None:
@@ -111,17 +112,23 @@ class RequestBuilder:
         if total > self.info.max_sequence_tokens:
             raise ValueError(
                 f"prompt {index}: {len(ids)} prompt tokens + max_tokens {params.max_tokens} = {total} exceed "
-                f"{self.info.max_sequence_tokens} ({self.info.max_sequence_reason}); shorten the prompt or lower max_tokens"
+                f"{self.info.max_sequence_tokens} ({self.info.max_sequence_reason}); "
+                "shorten the prompt or lower max_tokens"
             )
         if params.stop:
             self._tokenizer(index)
+
+
+def _check_json(index: int, metadata: dict[str, Any]) -> None:
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata of prompt {index} is {metadata!r:.80}, need JSON values: {error}") from error
 
 
 def _per_prompt(name: str, given: Any, count: int, kind: type) -> list[Any]:
     """One value for all prompts, or a list of one per prompt."""
     values = [given] * count if isinstance(given, kind) else list(given) if isinstance(given, Sequence) else []
     if len(values) != count or not all(isinstance(value, kind) for value in values):
-        raise ValueError(
-            f"{name} must be one {kind.__name__} or a list of {count}, one per prompt, got {given!r:.80}"
-        )
+        raise ValueError(f"{name} must be one {kind.__name__} or a list of {count}, one per prompt, got {given!r:.80}")
     return values

@@ -28,9 +28,7 @@ class RewardRunner:
 
     def start(self, trace: Trace) -> Future[float]:
         """The reward to come. An error of the function is raised by `result()`, naming the sample."""
-        if inspect.iscoroutinefunction(self._fn) or inspect.iscoroutinefunction(
-            getattr(self._fn, "__call__", None)
-        ):
+        if inspect.iscoroutinefunction(self._fn) or inspect.iscoroutinefunction(type(self._fn).__call__):
             return asyncio.run_coroutine_threadsafe(self._await(trace), self._event_loop())
         future: Future[float] = Future()
         try:

@@ -66,11 +66,7 @@ class ForcedSelection(TorchFunctionMode):
                 "batch that is forwarded, with all its padding"
             )
         self.native = out[1].reshape(rows, -1)
-        ids = (
-            self._forced
-            if self._mask is None
-            else torch.where(self._mask[:, None], self._forced, self.native)
-        )
+        ids = self._forced if self._mask is None else torch.where(self._mask[:, None], self._forced, self.native)
         ids = ids.view(out[1].shape)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
@@ -96,20 +92,21 @@ def check_forcible(router: FoundRouter, block: torch.nn.Module) -> None:
         with torch.no_grad(), SelectionLog() as log:
             out = module.forward(hidden)
     except Exception as error:
-        raise ValueError(f"{name} does not take hidden states alone ({error}); its family cannot be replayed yet") from error
+        raise ValueError(
+            f"{name} does not take hidden states alone ({error}); its family cannot be replayed yet"
+        ) from error
     if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], torch.Tensor)):
         raise ValueError(f"{name} does not return (logits, weights, ids); its family cannot be replayed yet")
     if len(log.indices) != 1 or not torch.equal(log.indices[0], out[2]):
         raise ValueError(
-            f"{name} selects in {len(log.indices)} top-k calls (group-limited routing, say); its family cannot be replayed yet"
+            f"{name} selects in {len(log.indices)} top-k calls (group-limited routing, say); "
+            "its family cannot be replayed yet"
         )
 
 
 @contextlib.contextmanager
-def wrapped_forwards(
-    routers: list[FoundRouter], wrap: Callable[[int, RouterForward], RouterForward]
-) -> Iterator[None]:
-    """Give each router instance `wrap(site, its forward)` as forward; on leaving, also by an error, the class's is back."""
+def wrapped_forwards(routers: list[FoundRouter], wrap: Callable[[int, RouterForward], RouterForward]) -> Iterator[None]:
+    """Give each router instance `wrap(site, its forward)` as forward; on leaving, by an error too, it is gone again."""
     with contextlib.ExitStack() as stack:
         for index, router in enumerate(routers):
             if "forward" in vars(router.module):

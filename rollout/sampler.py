@@ -44,9 +44,7 @@ class SamplingBatch:
             min_p=_rows_and_values([(i, params[i].min_p) for i in drawn if params[i].min_p > 0]),
             top_k=[(i, params[i].top_k) for i in drawn if params[i].top_k > 0],
             top_p=_rows_and_values([(i, params[i].top_p) for i in drawn if params[i].top_p < 1]),
-            forbidden=None
-            if not forbidden
-            else (_index([f[0] for f in forbidden]), _index([f[1] for f in forbidden])),
+            forbidden=None if not forbidden else (_index([f[0] for f in forbidden]), _index([f[1] for f in forbidden])),
         )
 
 
@@ -57,9 +55,7 @@ def _index(values: Sequence[int]) -> torch.Tensor:
 def _rows_and_values(pairs: Sequence[tuple[int, float]]) -> tuple[torch.Tensor, torch.Tensor] | None:
     if not pairs:
         return None
-    return _index([row for row, _ in pairs]), torch.tensor(
-        [[value] for _, value in pairs], dtype=torch.float32
-    )
+    return _index([row for row, _ in pairs]), torch.tensor([[value] for _, value in pairs], dtype=torch.float32)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

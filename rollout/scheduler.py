@@ -43,10 +43,12 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
+        """P, tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property
     def max_tokens(self) -> int:
+        """Completion tokens at most."""
         return self.request.sampling_params.max_tokens
 
     @property
@@ -56,6 +58,7 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
+        """Part of the prompt was not launched yet."""
         return self.computed < self.prompt_len
 
 

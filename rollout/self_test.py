@@ -33,9 +33,7 @@ class Reference(NamedTuple):
 
 
 @torch.inference_mode()
-def plain_forward(
-    model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int
-) -> Reference:
+def plain_forward(model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int) -> Reference:
     """One forward of the model as transformers runs it, on pseudo-random tokens."""
     tokens = [(7919 * i + 13) % vocab_size for i in range(min(PROMPT_LEN, max_len))]
     if capturer is not None:
@@ -55,22 +53,32 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
     """
     length = len(reference.tokens)
     for name, chunk in (("whole", length), ("in chunks", 7), ("token by token", 1)):
-        logits, routes = engine_forward(runner, reference.tokens, chunk)
+        logits, routes = _supported_forward(runner, reference.tokens, chunk)
         error = float((logits - reference.logits).abs().mean() / reference.logits.std())
         if not error <= TOLERANCE[runner.model.dtype]:
             raise ValueError(
-                f"{type(runner.model).__name__} computed {name} on the slot pool differs from the plain model: mean logit "
-                f"error {error:.2e} of their spread. Its attention or cache is not supported exactly"
+                f"{type(runner.model).__name__} computed {name} on the slot pool differs from the plain model: "
+                f"mean logit error {error:.2e} of their spread. Its attention or cache is not supported exactly"
             )
         if reference.routes is not None and routes is not None:
             _check_routes(runner, name, routes, reference.routes)
+
+
+def _supported_forward(runner: ModelRunner, tokens: list[int], chunk: int) -> tuple[torch.Tensor, np.ndarray | None]:
+    try:
+        return engine_forward(runner, tokens, chunk)
+    except Exception as error:  # whatever a model does with a cache or a keyword that the slot pool lacks
+        raise ValueError(
+            f"{type(runner.model).__name__} does not run on the slot pool of this engine: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_routes(runner: ModelRunner, name: str, routes: np.ndarray, expected: np.ndarray) -> None:
     agree = float((np.sort(routes, -1) == np.sort(expected, -1)).all(-1).mean())
     if agree < (0.99 if runner.model.dtype is torch.float32 else 0.5):
         raise ValueError(
-            f"{type(runner.model).__name__} computed {name}: only {agree:.1%} of the recorded routes are those of the plain model"
+            f"{type(runner.model).__name__} computed {name}: only {agree:.1%} of the recorded routes "
+            "are those of the plain model"
         )
 
 
@@ -93,18 +101,15 @@ def check_batch_invariance(runner: ModelRunner, reference: Reference) -> None:
 
 def _not_invariant(runner: ModelRunner, how: str) -> str:
     return (
-        f"batch_invariant=True is not available for {type(runner.model).__name__} in {runner.model.dtype} on this machine: "
-        f"logits {how} differ in their last bits; use batch_invariant=False or dtype='float32'"
+        f"batch_invariant=True is not available for {type(runner.model).__name__} in {runner.model.dtype} "
+        f"on this machine: logits {how} differ in their last bits; use batch_invariant=False or dtype='float32'"
     )
 
 
-def engine_forward(
-    runner: ModelRunner, tokens: list[int], chunk: int
-) -> tuple[torch.Tensor, np.ndarray | None]:
+def engine_forward(runner: ModelRunner, tokens: list[int], chunk: int) -> tuple[torch.Tensor, np.ndarray | None]:
     """Logits float32 `[T, vocab]` and routes `[T, sites, K]` of one prompt computed `chunk` tokens at a time."""
     parts = [
-        _run(runner, _works([tokens], start, min(chunk, len(tokens) - start)))
-        for start in range(0, len(tokens), chunk)
+        _run(runner, _works([tokens], start, min(chunk, len(tokens) - start))) for start in range(0, len(tokens), chunk)
     ]
     routes = [part[1] for part in parts if part[1] is not None]
     return torch.cat([part[0] for part in parts]), np.concatenate(routes) if routes else None
@@ -116,7 +121,7 @@ def _works(prompts: list[list[int]], start: int, length: int) -> list[Work]:
         params = SamplingParams(max_tokens=0)
         request = SampleRequest("self-test/0/0/0", 0, tuple(prompt), params)
         entry = Request(request, StopChecker(params, (), None), 0, 0, None)
-        entry.row, entry.slot = index, index * len(prompt)
+        entry.row, entry.slot, entry.capacity = index, index * len(prompt), len(prompt)
         works.append(Work(entry, start, length, samples=False))
     return works
 
@@ -132,9 +137,7 @@ def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarr
             runner.capturer.on_forward_begin()
         found.append(runner.logits(batch)[:rows].float())
         if runner.capturer is not None:
-            output = runner.capturer.on_forward_end(
-                batch.attention.out_cache_loc, num_padding=batch.num_padding
-            )
+            output = runner.capturer.on_forward_end(batch.attention.out_cache_loc, num_padding=batch.num_padding)
             found.append(output.routed_experts.numpy())
 
     runner.stream.run(work)

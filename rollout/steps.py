@@ -63,9 +63,7 @@ class StepLedger:
         if step < 0:
             raise ValueError(f"step {step} is negative")
         if self._unique and step in self._used:
-            raise StepExistsError(
-                f"step {step} exists already; use step={max(self._used) + 1} or leave step out"
-            )
+            raise StepExistsError(f"step {step} exists already; use step={max(self._used) + 1} or leave step out")
         self._used.add(step)
 
     def end(self, call: Call, committed: bool) -> None:

@@ -17,9 +17,7 @@ def check_state_dict(model: Any, source: Any) -> dict[str, torch.Tensor]:
         ValueError: naming missing, unknown or misshapen tensors.
     """
     if not isinstance(source, Mapping):
-        raise ValueError(
-            f"weights are a {type(source).__name__}; pass a state dict as from model.state_dict()"
-        )
+        raise ValueError(f"weights are a {type(source).__name__}; pass a state dict as from model.state_dict()")
     own = dict(model.state_dict(keep_vars=True))
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     unknown = sorted(source.keys() - own.keys())
@@ -29,15 +27,9 @@ def check_state_dict(model: Any, source: Any) -> dict[str, torch.Tensor]:
             f"weights do not fit this model: unknown {_some(unknown)}, missing {_some(missing)}; nothing was changed"
         )
     for name, tensor in source.items():
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.shape != own[name].shape
-            or not tensor.is_floating_point()
-        ):
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != own[name].shape or not tensor.is_floating_point():
             found = (
-                f"{tensor.dtype} {tuple(tensor.shape)}"
-                if isinstance(tensor, torch.Tensor)
-                else type(tensor).__name__
+                f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             )
             raise ValueError(
                 f"weight {name!r} is {found}, need floating point {tuple(own[name].shape)}; nothing was changed"

@@ -49,7 +49,7 @@ def one_compute_thread() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`checkpoint("mixtral", eos_token_id=7)` is a directory with seeded random weights, the same for the same arguments."""
+    """`checkpoint("mixtral", eos_token_id=7)`: a directory with seeded random weights, built once per arguments."""
 
     @cache
     def build(family: str, **overrides: Any) -> Path:

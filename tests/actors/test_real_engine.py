@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,27 +102,21 @@ def test_closing_a_generator_stops_the_engine_before_its_requests_end() -> None:
 @pytest.mark.chaos
 @pytest.mark.usefixtures("cluster")
 def test_actors_killed_at_random_lose_and_double_nothing(in_process: Backend) -> None:
-    requests = requests_of(200)
+    import ray
+
+    requests, chance = requests_of(200), random.Random(0)
     limits = Limits(chunk_samples=4, outstanding_chunks=3, max_attempts=8)
     pool = ActorPool(MODEL, num_actors=2, engine_options=OPTIONS, limits=limits)
-    done, chance, killed = threading.Event(), random.Random(0), list[int]()
-
-    def kill_some() -> None:
-        import ray
-
-        for _ in range(5):
-            if done.wait(chance.uniform(0.3, 1.5)):
-                return
-            slot = chance.choice(pool._slots)
-            if slot.is_ready():
-                killed.append(ray.get(slot.handle.health.remote())["pid"])
-                os.kill(killed[-1], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_some)
-    killer.start()
-    traces = collect(pool, requests)
-    done.set()
-    killer.join()
-    assert killed
-    assert_identical(traces, collect(in_process, requests))
+    traces: list[Trace] = []
+    killed: set[int] = set()
+    for finished in pool.stream(requests):
+        traces += finished.traces()
+        slot = chance.choice(pool._slots)
+        if len(traces) >= 30 * (len(killed) + 1) and len(killed) < 4 and slot.is_ready():
+            pid = ray.get(slot.handle.health.remote())["pid"]
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+    assert len(killed) == 4
+    assert len(traces) == 200
+    assert_identical({trace.sample_id: trace for trace in traces}, collect(in_process, requests))
     pool.close()

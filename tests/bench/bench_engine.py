@@ -34,7 +34,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         clients = open_clients(Path(scratch), options.threads, stack)
-        rounds = [{name: tokens_per_second(*client) for name, client in clients.items()} for _ in range(options.repeats + 1)]
+        rounds = [
+            {name: tokens_per_second(*client) for name, client in clients.items()} for _ in range(options.repeats + 1)
+        ]
     Console().print(table(rounds[1:]))
 
 
@@ -85,7 +87,8 @@ def tokens_per_second(client: RolloutClient, batch: int) -> float:
 
 def table(rounds: list[dict[str, float]]) -> Table:
     """Medians and ratios."""
-    out = Table("variant", "median", "min", "max", title=f"small model, {PROMPT_LEN} + {NEW_TOKENS} tokens, {len(rounds)} rounds")
+    title = f"small model, {PROMPT_LEN} + {NEW_TOKENS} tokens, {len(rounds)} rounds"
+    out = Table("variant", "median", "min", "max", title=title)
     for name in rounds[0]:
         values = [r[name] for r in rounds]
         out.add_row(name, *(f"{f(values):.0f} tok/s" for f in (statistics.median, min, max)))

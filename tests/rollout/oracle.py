@@ -23,7 +23,7 @@ NEAR_TIE = 1e-5
 
 
 class Forward(NamedTuple):
-    """One forward of T tokens: float64 logits `[T, vocab]`, ids `[T, sites, K]`, router logits `[T, sites, experts]`."""
+    """One forward of T tokens: float64 logits `[T, vocab]`, ids `[T, sites, K]`, router logits `[T, sites, E]`."""
 
     logits: np.ndarray
     routes: np.ndarray
@@ -48,9 +48,7 @@ class Oracle:
     def forward(self, tokens: Sequence[int]) -> Forward:
         """All tokens in one forward without a cache; forward hooks see what the routers return."""
         seen: list[Any] = []
-        handles = [
-            router.register_forward_hook(lambda _m, _args, out: seen.append(out)) for router in self._routers
-        ]
+        handles = [router.register_forward_hook(lambda _m, _args, out: seen.append(out)) for router in self._routers]
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         for handle in handles:
             handle.remove()
@@ -111,6 +109,15 @@ def mostly(agreed: Sequence[bool]) -> bool:
     return sum(agreed) >= 0.9 * len(agreed) - 1
 
 
+def check_greedy(oracle: Oracle, traces: Sequence[Trace]) -> None:
+    """Every delivered token, route and logprob of traces whose end token was ignored is the oracle's."""
+    agreed = []
+    for trace in traces:
+        expected = oracle.greedy(trace.prompt_ids, len(trace.completion_ids), eos_token_id=None)
+        agreed += [tokens_agree(oracle, trace.prompt_ids, trace.completion_ids, expected), check_trace(oracle, trace)]
+    assert mostly(agreed)
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """float64 log-probabilities of `[vocab]` logits; -inf stays -inf."""
     shifted = logits - logits.max()
@@ -144,5 +151,5 @@ def log_distribution(logits: np.ndarray, params: SamplingParams, slack: float = 
 
 
 def logprob_error(found: float, token: int, logits: np.ndarray, params: SamplingParams) -> float:
-    """Distance to the oracle's log-probability; where a threshold falls within 1e-6 of a token, either side is right."""
+    """Distance to the oracle's log-probability; with a threshold within 1e-6 of a token either side is right."""
     return min(abs(found - log_distribution(logits, params, slack)[token]) for slack in (0.0, 1e-6, -1e-6))

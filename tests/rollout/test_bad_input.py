@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import RolloutClient, SamplingParams
@@ -17,6 +18,11 @@ SHORT = SamplingParams(max_tokens=4, seed=0)
 PROMPT = [4, 5, 13, 6, 14]  # 12+3=
 
 
+def threads() -> set[threading.Thread]:
+    """All but the progress bar's, which tqdm starts once and keeps."""
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
+
 def files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")}
 
@@ -24,9 +30,9 @@ def files(root: Path) -> set[str]:
 @pytest.fixture
 def nothing_left(tmp_path):
     """After the test no thread is left that was not there before, and the traces folder was never made."""
-    before = set(threading.enumerate())
+    before = threads()
     yield tmp_path / "traces"
-    assert set(threading.enumerate()) == before
+    assert threads() == before
     assert not (tmp_path / "traces").exists()
 
 
@@ -79,18 +85,30 @@ def cut_short(path: Path) -> Path:
     return path
 
 
+def incomplete(path: Path) -> Path:
+    shutil.copytree(MODEL_PATH, path)
+    weights = load_file(path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (dense, "Qwen3ForCausalLM has no MoE router: it is dense.* Use a mixture-of-experts checkpoint"),
         (lambda p: changed_config(p, model_type="moe_of_2031"), "installed transformers does not know .*moe_of_2031"),
-        (pickled, r"no \*\.safetensors weights but \['pytorch_model.bin'\]; pickled weights are never loaded: convert them"),
+        (
+            pickled,
+            r"no \*\.safetensors weights but \['pytorch_model.bin'\]; pickled weights are never loaded: convert them",
+        ),
         (empty, r"has no config.json; is it a checkpoint saved by save_pretrained\?"),
         (a_file, "is not a directory; give a checkpoint directory or a hub id"),
         (lambda p: p / "missing", "missing' is not a directory; give a checkpoint directory or a hub id"),
-        (cut_short, "model.safetensors.*is cut short or damaged; .*again"),
+        (cut_short, r"a \*\.safetensors file is cut short or damaged .* download or save it again"),
+        (incomplete, r"1 weights such as 'model.norm.weight' are in no \*\.safetensors file; download or save"),
     ],
-    ids=["dense", "unknown family", "pickle only", "empty folder", "a file", "missing", "cut short"],
+    ids=["dense", "unknown family", "pickle only", "empty folder", "a file", "missing", "cut short", "incomplete"],
 )
 def test_a_model_that_cannot_be_used_is_refused(nothing_left, tmp_path, make, message):
     path = make(tmp_path / "model")
@@ -132,19 +150,19 @@ def test_an_option_that_is_unknown_or_out_of_range_is_refused(nothing_left, opti
 
 def test_a_dataset_of_another_model_is_refused_and_not_touched(tmp_path):
     TraceWriter(tmp_path / "t", RoutingSpec.uniform(num_sites=2, num_experts=4, top_k=1)).close()
-    threads, before = set(threading.enumerate()), files(tmp_path)
+    running, before = threads(), files(tmp_path)
     with pytest.raises(SpecMismatchError, match=str(tmp_path / "t")):
         RolloutClient.local(MODEL_PATH, traces=tmp_path / "t")
-    assert set(threading.enumerate()) == threads
+    assert threads() == running
     assert files(tmp_path) == before
 
 
 def test_a_traces_path_that_is_a_file_is_refused_and_not_touched(tmp_path):
     (tmp_path / "t").write_text("mine")
-    threads = set(threading.enumerate())
+    running = threads()
     with pytest.raises(OSError, match=str(tmp_path / "t")):
         RolloutClient.local(MODEL_PATH, traces=tmp_path / "t")
-    assert set(threading.enumerate()) == threads
+    assert threads() == running
     assert (tmp_path / "t").read_text() == "mine"
 
 
@@ -178,9 +196,9 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def client(shared):
     client, root = shared
-    threads, before, forwards = set(threading.enumerate()), files(root), client.backend.stats.forwards
+    running, before, forwards = threads(), files(root), client.backend.stats.forwards
     yield client
-    assert set(threading.enumerate()) == threads
+    assert threads() == running
     assert files(root) == before
     assert client.backend.stats.forwards == forwards, "a request was started"
     assert TraceDataset(root / "t").steps == []
@@ -191,8 +209,16 @@ def client(shared):
     [
         ([], SHORT, "prompt 1 is empty; it needs at least one token"),
         ("", SHORT, "prompt 1 is empty; it needs at least one token"),
-        ([4] * 45, SHORT, r"prompt 1: 45 prompt tokens \+ max_tokens 4 = 49 exceed 48 \(kv_tokens, the key/value pool\)"),
-        (PROMPT, SamplingParams(max_tokens=44), r"prompt 1: 5 prompt tokens \+ max_tokens 44 = 49 exceed 48 .* lower max_tokens"),
+        (
+            [4] * 45,
+            SHORT,
+            r"prompt 1: 45 prompt tokens \+ max_tokens 4 = 49 exceed 48 \(kv_tokens, the key/value pool\)",
+        ),
+        (
+            PROMPT,
+            SamplingParams(max_tokens=44),
+            r"prompt 1: 5 prompt tokens \+ max_tokens 44 = 49 exceed 48 .* lower max_tokens",
+        ),
         ([3, 15], SHORT, r"prompt 1 has token id 15, outside the vocabulary \[0, 15\)"),
         ([3, -7], SHORT, r"prompt 1 has token id -7, outside the vocabulary \[0, 15\)"),
         (PROMPT, SamplingParams(stop_token_ids=(15,)), r"stop_token_ids of prompt 1 has token id 15, outside"),
@@ -213,7 +239,8 @@ def test_one_bad_prompt_is_named_and_nothing_of_its_call_starts(client, prompt, 
         ({"step": -2}, "step -2 is negative"),
         ({"prompt_keys": ["a", "b"]}, "prompt_keys must be 1 different strings"),
         ({"prompt_keys": ["a/b"]}, "prompt key 'a/b' is empty or has a '/'"),
-        ({"metadata": [{"x": object()}]}, "metadata of prompt 0 .* JSON"),
+        ({"metadata": [{"x": {1, 2}}]}, r"metadata of prompt 0 is \{'x': \{1, 2\}\}, need JSON values"),
+        ({"metadata": {"x": float("nan")}}, r"metadata of prompt 0 is \{'x': nan\}, need JSON values"),
     ],
     ids=str,
 )
@@ -223,13 +250,16 @@ def test_a_bad_argument_is_named_and_nothing_starts(client, arguments, message):
 
 
 def test_top_p_of_zero_is_refused_when_it_is_written_down():
-    with pytest.raises(ValueError, match="top_p\n.*greater than 0 .*input_value=0"):
+    with pytest.raises(ValueError, match=r"top_p\n.*greater than 0 .*input_value=0"):
         SamplingParams(top_p=0)
 
 
-def test_references_of_a_local_engine_are_refused_before_anything_starts(client):
-    with pytest.raises(ValueError, match=r"as_refs=True needs RolloutClient\.ray"):
-        list(client.stream([PROMPT], sampling_params=SHORT, as_refs=True))
+def test_references_of_a_local_engine_are_refused_and_nothing_is_written(tmp_path):
+    with RolloutClient.local(MODEL_PATH, traces=tmp_path / "t") as client:
+        with pytest.raises(ValueError, match=r"as_refs=True needs RolloutClient\.ray"):
+            list(client.stream([PROMPT], sampling_params=SHORT, as_refs=True))
+        assert TraceDataset(tmp_path / "t").steps == []
+        assert client.sample([PROMPT], sampling_params=SHORT)[0].step == 0
 
 
 def test_a_refused_call_does_not_use_up_its_step(client):
@@ -244,8 +274,14 @@ def test_a_refused_call_does_not_use_up_its_step(client):
         (lambda state: "weights.safetensors", "weights are a str; pass a state dict as from model.state_dict()"),
         (lambda state: {**state, "extra": torch.zeros(1)}, r"unknown \['extra'\], missing \[\]; nothing was changed"),
         (lambda state: dict(list(state.items())[1:]), r"missing \['model.embed_tokens.weight'\]; nothing was changed"),
-        (lambda state: {**state, "model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' is .*\(3,\), need .*\(64,\)"),
-        (lambda state: {**state, "model.norm.weight": torch.zeros(64, dtype=torch.int8)}, "is torch.int8 .*, need floating point"),
+        (
+            lambda state: {**state, "model.norm.weight": torch.zeros(3)},
+            r"'model.norm.weight' is .*\(3,\), need .*\(64,\)",
+        ),
+        (
+            lambda state: {**state, "model.norm.weight": torch.zeros(64, dtype=torch.int8)},
+            "is torch.int8 .*, need floating point",
+        ),
     ],
     ids=["a path", "unknown name", "missing name", "wrong shape", "wrong dtype"],
 )
@@ -268,7 +304,9 @@ def test_a_version_that_does_not_rise_is_refused(client):
 def test_beyond_the_models_positions(nothing_left):
     with RolloutClient.local(MODEL_PATH) as client:
         positions = AutoConfig.from_pretrained(MODEL_PATH).max_position_embeddings
-        with pytest.raises(ValueError, match=rf"= {positions + 1} exceed {positions} \(the model's positions\); shorten"):
+        with pytest.raises(
+            ValueError, match=rf"= {positions + 1} exceed {positions} \(the model's positions\); shorten"
+        ):
             client.sample([[4] * (positions - 3)], sampling_params=SHORT)
         (trace,) = client.sample([[4] * (positions - 4)], sampling_params=SHORT)
         assert trace.finish_reason in ("length", "stop")
@@ -276,7 +314,9 @@ def test_beyond_the_models_positions(nothing_left):
 
 def test_text_without_a_tokenizer(nothing_left, checkpoint):
     with RolloutClient.local(checkpoint("qwen3_moe")) as client:
-        with pytest.raises(ValueError, match="prompt 0 needs a tokenizer and this checkpoint ships none; pass token ids"):
+        with pytest.raises(
+            ValueError, match="prompt 0 needs a tokenizer and this checkpoint ships none; pass token ids"
+        ):
             client.sample(["12+3="], sampling_params=SHORT)
         with pytest.raises(ValueError, match="prompt 0 needs a tokenizer"):
             client.sample([[5]], sampling_params=SamplingParams(stop="x"))

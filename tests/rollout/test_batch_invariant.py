@@ -35,7 +35,14 @@ def sample(path, groups, params=SAMPLED, **options):
 def bits(trace):
     """Everything that must not change, floats by their bytes."""
     floats = (trace.logprobs.tobytes(), trace.raw_logprobs.tobytes())
-    return trace.sample_id, trace.token_ids, floats, trace.routed_experts.tolist(), trace.finish_reason, trace.stop_reason
+    return (
+        trace.sample_id,
+        trace.token_ids,
+        floats,
+        trace.routed_experts.tolist(),
+        trace.finish_reason,
+        trace.stop_reason,
+    )
 
 
 def assert_identical(found, alone):
@@ -74,9 +81,7 @@ def test_beside_other_neighbours(checkpoint, alone):
 @pytest.mark.parametrize("chunk", [1, 7, 16, 2048])
 @pytest.mark.parametrize("overlap_off", [False, True], ids=["overlap", "normal"])
 def test_with_other_chunks_and_without_overlap(chunk, overlap_off, checkpoint, alone):
-    found = sample(
-        checkpoint("qwen3_moe"), groups_of(11), max_batch_tokens=chunk, disable_overlap_schedule=overlap_off
-    )
+    found = sample(checkpoint("qwen3_moe"), groups_of(11), max_batch_tokens=chunk, disable_overlap_schedule=overlap_off)
     assert_identical(found, alone("qwen3_moe", SAMPLED))
 
 
@@ -98,9 +103,7 @@ def test_other_families(family, checkpoint, alone):
 @pytest.mark.parametrize("chunk", [1, 7, 2048])
 @pytest.mark.parametrize("overlap_off", [False, True], ids=["overlap", "normal"])
 def test_everything_with_everything(family, size, chunk, overlap_off, checkpoint, alone):
-    found = sample(
-        checkpoint(family), groups_of(size), max_batch_tokens=chunk, disable_overlap_schedule=overlap_off
-    )
+    found = sample(checkpoint(family), groups_of(size), max_batch_tokens=chunk, disable_overlap_schedule=overlap_off)
     assert_identical(found, alone(family, SAMPLED))
 
 

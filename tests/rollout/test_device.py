@@ -92,5 +92,5 @@ def test_close_finishes_what_was_launched_and_stops_the_thread():
 
 
 def test_a_device_that_the_engine_cannot_drive_is_refused_with_the_one_it_can():
-    with pytest.raises(ValueError, match="device 'cuda' is not supported .* device='cpu'"):
+    with pytest.raises(ValueError, match=r"device 'cuda' is not supported .* device='cpu'"):
         open_stream("cuda", 1)

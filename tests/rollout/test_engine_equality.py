@@ -51,7 +51,7 @@ def client(checkpoint):
         each.close()
 
 
-def check_greedy(oracle, traces, expected):
+def check_against(oracle, traces, expected):
     """Tokens equal generate, then routes and logprobs equal one forward of the finished sequence."""
     agreed = []
     for trace, completion in zip(traces, expected, strict=False):
@@ -94,7 +94,7 @@ def test_greedy_equals_generate(family, case, overlap_off, client, oracle, expec
     options = {key: value for key, value in case.items() if key != "size"}
     engine = client(family, disable_overlap_schedule=overlap_off, max_running_requests=32, **options)
     traces = engine.sample(prompts(case["size"]), sampling_params=GREEDY)
-    check_greedy(oracle(family), traces, expected(family))
+    check_against(oracle(family), traces, expected(family))
 
 
 @family
@@ -192,4 +192,4 @@ def test_without_capture_routes_are_absent_and_tokens_the_same(client, expected,
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_transformers_own_experts_implementations_work_too(implementation, client, oracle, expected):
     engine = client("qwen3_moe", experts_implementation=implementation)
-    check_greedy(oracle("qwen3_moe"), engine.sample(prompts(6), sampling_params=GREEDY), expected("qwen3_moe"))
+    check_against(oracle("qwen3_moe"), engine.sample(prompts(6), sampling_params=GREEDY), expected("qwen3_moe"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -75,7 +77,7 @@ def cut(text, stops):
 
 @pytest.fixture(scope="module")
 def byte_level(checkpoint):
-    """A random model with a byte-level tokenizer whose tokens hold up to several letters: (client, oracle, tokenizer)."""
+    """A random model whose byte-level tokens hold one or several letters: (client, oracle, tokenizer)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,8 +96,12 @@ def byte_level(checkpoint):
 def stop_inside_a_token(tokenizer, completion):
     """The last letter of one token and the first of a longer next one, or None."""
     texts = [tokenizer.decode([token]) for token in completion]
-    pairs = zip(texts, texts[1:], strict=False)
-    found = (left[-1] + right[0] for left, right in pairs if (left + right).isalpha() and (left + right).isascii() and len(right) > 1)
+    pairs = itertools.pairwise(texts)
+    found = (
+        left[-1] + right[0]
+        for left, right in pairs
+        if (left + right).isalpha() and (left + right).isascii() and len(right) > 1
+    )
     return next(found, None)
 
 

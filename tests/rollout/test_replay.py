@@ -1,19 +1,18 @@
-"""RouterReplay: the experts are exactly the recorded ones, the weights stay live, and what cannot be exact is refused."""
+"""RouterReplay: the experts are exactly the recorded ones, and the weights stay live."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rollout import RouterReplay
 from storage import ReplayBatch, Trace
+from tests.rollout.routes import TOKENS, load, logits, own_routes, random_routes
 
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe"]
 WITNESS = "test_witness"
-TOKENS = torch.tensor([[5, 9, 21, 40, 3, 66, 17], [30, 31, 5, 5, 80, 12, 2]])
 
 
 @pytest.fixture(params=FAMILIES)
@@ -26,11 +25,6 @@ def qwen(checkpoint):
     return load(checkpoint("qwen3_moe"))
 
 
-def load(path):
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 def perturbed(model, scale=0.3):
     """A copy with other weights everywhere, which chooses other experts."""
     other = copy.deepcopy(model)
@@ -39,21 +33,6 @@ def perturbed(model, scale=0.3):
         for parameter in other.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * scale)
     return other
-
-
-def logits(model, tokens=TOKENS):
-    return model(input_ids=tokens, use_cache=False).logits
-
-
-@torch.no_grad()
-def own_routes(model, tokens=TOKENS) -> np.ndarray:
-    """What the routers choose by themselves, seen by plain forward hooks: `[tokens, sites, K]`."""
-    seen, routers = [], [module for module in model.modules() if type(module).__name__.endswith("Router")]
-    handles = [router.register_forward_hook(lambda _m, _a, out: seen.append(out[2])) for router in routers]
-    logits(model, tokens)
-    for handle in handles:
-        handle.remove()
-    return torch.stack(seen, 1).numpy().astype(np.uint8)
 
 
 @pytest.fixture
@@ -68,15 +47,6 @@ def witness():
     ALL_EXPERTS_FUNCTIONS[WITNESS] = noting
     yield seen
     del ALL_EXPERTS_FUNCTIONS[WITNESS]
-
-
-def random_routes(spec, rows: int, seed: int = 0) -> np.ndarray:
-    """Distinct ids, drawn uniformly: routes that no model would choose."""
-    rng = np.random.default_rng(seed)
-    out = np.zeros((rows, *spec.row_shape), spec.dtype)
-    for index, site in enumerate(spec.sites):
-        out[:, index, : site.top_k] = rng.random((rows, site.num_experts)).argsort(-1)[:, : site.top_k]
-    return out
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -186,6 +156,7 @@ def test_forced_weights_are_the_live_scores_of_the_forced_experts(qwen):
     torch.testing.assert_close(weights, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_replays_in_backward_too(model, use_reentrant):
     """Checkpointing runs the routers again in backward: the context is open, so they are forced again."""
@@ -303,6 +274,12 @@ def test_a_left_padded_batch_of_the_models_own_routes_changes_nothing(qwen):
         assert replay.report().flipped_share == 0
 
 
+def test_a_duplicate_in_a_recorded_row_of_a_batch_is_refused(qwen, batch):
+    batch.routed_experts[1, 1] = 3
+    with pytest.raises(ValueError, match=r"row 8 at site 0 .* twice: \[3, 3\]"), RouterReplay(qwen)(batch):
+        pytest.fail("the context must not open")
+
+
 # --- report -----------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +303,7 @@ def test_the_report_equals_an_independent_count(qwen, batch):
     assert report.flipped_share == pytest.approx(flipped.mean())
     assert report.flipped_per_site == pytest.approx(flipped.mean(0).tolist())
     assert report.reordered_share == pytest.approx(reordered.mean())
-    assert 0 < report.flipped_share
+    assert report.flipped_share > 0
 
 
 def test_the_report_tells_another_order_from_another_set(qwen):
@@ -354,150 +331,3 @@ def test_the_report_is_of_the_last_context(qwen):
 def test_before_any_context_the_report_is_empty(qwen):
     report = RouterReplay(qwen).report()
     assert (report.sites_used, report.rows, report.flipped_share, report.missing_share) == (0, 0, 0, 0)
-
-
-# --- leaving no trace -------------------------------------------------------------------------------------------
-
-
-def wrapped(model) -> list[str]:
-    return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-def test_an_error_in_the_forward_leaves_the_model_as_it_was(qwen):
-    replay = RouterReplay(qwen)
-    plain = logits(qwen)
-    for context in (replay(random_routes(replay.spec, 14)), replay.record()):
-        with pytest.raises(ZeroDivisionError), context:
-            logits(qwen)
-            assert wrapped(qwen) == [site.name for site in replay.spec.sites]
-            _ = 1 / 0
-        assert wrapped(qwen) == []
-    assert torch.equal(logits(qwen), plain)
-
-
-def test_another_model_in_the_process_is_untouched(qwen, checkpoint):
-    other = load(checkpoint("qwen3_moe"))
-    plain = logits(other)
-    replay = RouterReplay(qwen)
-    with replay(random_routes(replay.spec, 14)):
-        assert torch.equal(logits(other), plain)
-        assert not torch.equal(logits(qwen), plain)
-
-
-def test_contexts_on_one_model_do_not_nest(qwen):
-    replay, routes = RouterReplay(qwen), own_routes(qwen)
-    with replay.record() as recorded:
-        logits(qwen)
-        with pytest.raises(RuntimeError, match="already wrapped: leave the other"), replay(routes):
-            pytest.fail("the context must not open")
-    assert recorded.routed_experts.shape == (14, 2, 2)
-    assert wrapped(qwen) == []
-
-
-def test_making_a_replay_uses_no_random_numbers(qwen):
-    state = torch.get_rng_state()
-    RouterReplay(qwen)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-# --- refused ----------------------------------------------------------------------------------------------------
-
-
-def routes_with(replay, **changes) -> np.ndarray:
-    routes = random_routes(replay.spec, 14)
-    for row, ids in changes.items():
-        routes[int(row[3:]), 1] = ids
-    return routes
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: np.zeros_like(r), r"row 0 at site 0 \(model.layers.0.mlp.gate\) names an expert twice: \[0, 0\]"),
-        (lambda r: np.where(np.arange(14)[:, None, None] == 9, 4, r), r"row 9 at site 0 .* twice: \[4, 4\]; .* masked"),
-        (lambda r: r[:, :1], r"shape \(14, 1, 2\), need \[rows, 2, 2\]"),
-        (lambda r: r[:, :, :1], r"shape \(14, 2, 1\), need \[rows, 2, 2\]"),
-        (lambda r: r[0], r"shape \(2, 2\), need"),
-        (lambda r: r.astype(np.float32), "float32, need integers"),
-        (lambda r: r + 8, r"site 0 \(model.layers.0.mlp.gate\) has an id in \[8, 15\], need \[0, 8\)"),
-        (lambda r: r.astype(np.int32) - 8, r"has an id in \[-8, -1\], need \[0, 8\)"),
-    ],
-    ids=["zeros", "duplicate", "one site less", "smaller k", "one row", "floats", "too high", "negative"],
-)
-def test_impossible_ids_are_refused_before_any_forward(qwen, change, message):
-    replay = RouterReplay(qwen)
-    with pytest.raises(ValueError, match=message), replay(change(random_routes(replay.spec, 14))):
-        pytest.fail("the context must not open")
-    assert wrapped(qwen) == []
-
-
-@pytest.mark.parametrize("rows", [13, 15, 0])
-def test_another_number_of_rows_than_tokens_is_refused_by_the_router(qwen, rows):
-    replay = RouterReplay(qwen)
-    with (
-        pytest.raises(ValueError, match=f"mlp.gate sees 14 tokens but the replay holds {rows} rows; .* with all its padding"),
-        replay(random_routes(replay.spec, rows)),
-    ):
-        logits(qwen)
-
-
-def test_a_duplicate_in_a_recorded_row_of_a_batch_is_refused(qwen, batch):
-    batch.routed_experts[1, 1] = 3
-    with pytest.raises(ValueError, match=r"row 8 at site 0 .* twice: \[3, 3\]"), RouterReplay(qwen)(batch):
-        pytest.fail("the context must not open")
-
-
-def test_a_trace_without_routes_is_refused_by_its_sample_id(qwen):
-    bare = Trace("run/0/x/3", 0, [5], [6], [-1.0], None, "length")
-    with pytest.raises(ValueError, match=r"trace 'run/0/x/3' has no routes"):
-        ReplayBatch.collate([bare], spec=RouterReplay(qwen).spec)
-
-
-def test_a_forward_that_was_cut_short_is_noticed(qwen):
-    replay = RouterReplay(qwen)
-    with (
-        pytest.raises(RuntimeError, match=r"reached 1 sites but not \['model.layers.1.mlp.gate'\]"),
-        replay(random_routes(replay.spec, 2)),
-    ):
-        qwen.model.layers[0].mlp.gate(torch.zeros(2, 32))
-
-
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-}
-GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-
-
-@pytest.mark.parametrize(
-    ("family", "config", "message"),
-    [
-        (
-            "deepseek_v2",
-            {**TINY, **GROUPS, **LATENT, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
-            r"model\.layers\.1\.mlp\.gate \(DeepseekV2TopkRouter\) selects in 2 top-k calls",
-        ),
-        ("deepseek_v3", {**TINY, **GROUPS, **LATENT, "first_k_dense_replace": 0}, r"\(DeepseekV3TopkRouter\) selects in 3"),
-        (
-            "llama4_text",
-            {**TINY, "num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 16},
-            r"\(Llama4Router\) does not return \(logits, weights, ids\)",
-        ),
-        ("mixtral", {**TINY, "num_local_experts": 4, "router_jitter_noise": 0.1}, r"\(MixtralTopKRouter\) .* jitter"),
-        ("phimoe", {**TINY, "num_local_experts": 4, "router_jitter_noise": 0.1}, r"\(PhimoeTopKRouter\) .* jitter"),
-        ("doge", {**TINY, "is_moe": True, "num_experts": 16}, r"\(DogeCDMoE\)"),
-        ("qwen3", TINY, "Qwen3ForCausalLM has no MoE router: it is dense"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and value.islower() else "",
-)
-def test_a_router_that_cannot_be_forced_exactly_is_refused_by_class_name(family, config, message):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
-    with pytest.raises(ValueError, match=message):
-        RouterReplay(model)

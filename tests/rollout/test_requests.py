@@ -16,7 +16,7 @@ INFO = ModelInfo(
     tokenizer_path=None,
     captures_routes=True,
 )
-SHORT = SamplingParams(max_tokens=4)
+SHORT = SamplingParams(max_tokens=4, seed=0)
 
 
 def tokenizer(prompt: str) -> dict[str, list[int]]:
@@ -69,12 +69,22 @@ def test_numpy_tokens_become_python_integers():
 
 
 def test_parameters_and_metadata_are_one_for_all_or_one_per_prompt():
-    other = SamplingParams(max_tokens=1)
+    other = SamplingParams(max_tokens=1, seed=9)
     requests = build([[1], [2]], 2, [SHORT, other], metadata=[{"answer": "12"}, {}])
     assert [r.sampling_params for r in requests] == [SHORT, SHORT, other, other]
     assert [r.metadata for r in requests] == [{"answer": "12"}] * 2 + [{}] * 2
     assert [r.metadata for r in build([[1], [2]], metadata={"task": "sum"})] == [{"task": "sum"}] * 2
-    assert build([[1]], params=None)[0].sampling_params == SamplingParams()
+    assert build([[1]], params=None)[0].sampling_params.model_copy(update={"seed": None}) == SamplingParams()
+
+
+def test_a_seed_is_drawn_once_per_call_and_only_where_none_was_given():
+    """Drawn before the requests are spread, so that a retry on another actor continues the same streams."""
+    params = [SamplingParams(temperature=0.5), SHORT, SamplingParams()]
+    seeds, again = ([r.sampling_params.seed for r in build([[1], [2], [3]], 2, params)] for _ in range(2))
+    assert seeds[2:4] == again[2:4] == [0, 0]
+    assert len({*seeds[:2], *seeds[4:]}) == 1
+    assert seeds[0] != again[0]
+    assert [r.sampling_params.temperature for r in build([[1]], params=params[:1])] == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,10 @@ def test_parameters_and_metadata_are_one_for_all_or_one_per_prompt():
         ("", "prompt 1 is empty; it needs at least one token"),
         ([3, 50], r"prompt 1 has token id 50, outside the vocabulary \[0, 50\)"),
         ([-1], r"prompt 1 has token id -1, outside the vocabulary \[0, 50\)"),
-        ([1] * 17, r"prompt 1: 17 prompt tokens \+ max_tokens 4 = 21 exceed 20 \(the model's positions\); shorten the prompt"),
+        (
+            [1] * 17,
+            r"prompt 1: 17 prompt tokens \+ max_tokens 4 = 21 exceed 20 \(the model's positions\); shorten the prompt",
+        ),
         (5, "prompt 1 is 5, need a string or a list of token ids"),
         (None, "prompt 1 is None, need a string or a list"),
         ([1, "2"], r"prompt 1 is \[1, '2'\], need a string or a list of token ids"),

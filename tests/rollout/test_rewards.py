@@ -73,7 +73,7 @@ def test_what_float_accepts_is_a_reward(runner, value, reward):
 
 @pytest.mark.parametrize("value", [None, "good", [1.0], {}], ids=repr)
 def test_anything_else_is_refused_naming_value_and_sample(runner, value):
-    with pytest.raises(TypeError, match="reward_fn returned .* for run/0/a/0, need a float") as caught:
+    with pytest.raises(TypeError, match=r"reward_fn returned .* for run/0/a/0, need a float") as caught:
         runner(lambda _: value).start(trace()).result()
     assert repr(value) in str(caught.value)
 
@@ -173,20 +173,26 @@ def test_a_reward_that_fails_commits_nothing_and_the_step_can_be_sampled_again(t
     assert {t.sample_id for t in dataset} == {t.sample_id for t in traces}
 
 
+def sample_twice(client):
+    for _ in range(2):
+        client.sample(PROMPTS, sampling_params=PARAMS)
+
+
 def test_a_reward_that_fails_inside_a_step_leaves_the_whole_step_out(tmp_path):
     def reward(trace: Trace) -> float:
         return 1.0 if "0-" in trace.sample_id else fail(trace)
 
     with RolloutClient.local(MODEL_PATH, traces=tmp_path / "t", reward_fn=reward) as client:
         with pytest.raises(LookupError), client.step(3):
-            client.sample(PROMPTS, sampling_params=PARAMS)
-            client.sample(PROMPTS, sampling_params=PARAMS)
+            sample_twice(client)
         client.sample(PROMPTS, sampling_params=PARAMS)
     assert TraceDataset(tmp_path / "t").steps == [0]
 
 
 def test_references_and_rewards_exclude_each_other():
     with RolloutClient.local(MODEL_PATH, reward_fn=correct) as client:
-        with pytest.raises(ValueError, match="as_refs=True leaves the traces in the object store, reward_fn needs them"):
+        with pytest.raises(
+            ValueError, match="as_refs=True leaves the traces in the object store, reward_fn needs them"
+        ):
             client.stream(PROMPTS, sampling_params=PARAMS, as_refs=True)
         assert client.sample(PROMPTS, sampling_params=PARAMS, metadata={"answer": "3"})[0].sample_id == "run/0/0-0/0"

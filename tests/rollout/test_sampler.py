@@ -142,9 +142,7 @@ def test_forbidding_holds_for_its_own_row_only_and_for_greedy_rows_too():
     batch = SamplingBatch.build([SamplingParams(temperature=0)] * 2, np.zeros(2, np.float32), [(0, 2)])
     tokens, logprobs, _ = sample(rows, batch)
     assert tokens.tolist() == [4, 2]
-    np.testing.assert_allclose(
-        logprobs.numpy(), np.log(distribution(LOGITS, SamplingParams())[[4, 2]]), atol=1e-6
-    )
+    np.testing.assert_allclose(logprobs.numpy(), np.log(distribution(LOGITS, SamplingParams())[[4, 2]]), atol=1e-6)
 
 
 def test_sampling_leaves_its_input_alone():
@@ -224,9 +222,7 @@ def test_no_two_streams_are_the_same():
 def test_neighbouring_streams_are_independent(other):
     """No correlation, and every pair of deciles is equally likely, also when one stream is shifted by a token."""
     positions = np.arange(DRAWS)
-    a, b = (
-        uniforms(np.full(DRAWS, stream_key(0, name), np.uint64), positions) for name in ("run/0/0-0/0", other)
-    )
+    a, b = (uniforms(np.full(DRAWS, stream_key(0, name), np.uint64), positions) for name in ("run/0/0-0/0", other))
     for shift in (0, 1):
         left, right = a[: DRAWS - shift], b[shift:]
         assert abs(np.corrcoef(left, right)[0, 1]) < 4 / np.sqrt(DRAWS)

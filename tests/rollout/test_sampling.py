@@ -111,12 +111,16 @@ def test_parameters_never_change_and_travel_by_pickle_and_json():
 
 
 def test_engine_options_are_checked_the_same_way():
-    with pytest.raises(ValidationError, match="unknown EngineOptions key 'max_batch_token': did you mean 'max_batch_tokens'"):
+    with pytest.raises(
+        ValidationError, match="unknown EngineOptions key 'max_batch_token': did you mean 'max_batch_tokens'"
+    ):
         EngineOptions(max_batch_token=4)
     with pytest.raises(ValidationError, match="float64"):
         EngineOptions(dtype="float64")
 
 
 def test_parameters_and_options_are_checked_without_torch():
-    code = "import sys, rollout.sampling, rollout.config, rollout; assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
+    code = (
+        "import sys, rollout.sampling, rollout.config; assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

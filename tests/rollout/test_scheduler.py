@@ -72,7 +72,9 @@ def test_any_load_is_computed_completely_and_within_limits(lengths, max_running,
         assert len({id(work.request) for work in batch}) == len(batch) <= max_running
         assert all(work.length >= 1 for work in batch)
         decodes = [work.is_decode for work in batch]
-        assert decodes == sorted(decodes, reverse=True), "decodes come first: the engine reads their tokens on the device"
+        assert decodes == sorted(decodes, reverse=True), (
+            "decodes come first: the engine reads their tokens on the device"
+        )
         check_owners(scheduler)
 
     steps = run(scheduler, overlap, dict(zip(requests, early, strict=False)), check)
@@ -109,7 +111,9 @@ def check_spans(entry: Request, works: list[Work], early: int | None, overlap: b
         work.start + work.length >= entry.prompt_len and entry.max_tokens > 0 for work in works
     ]
     if early is None or early >= entry.max_tokens:
-        assert len(positions) == entry.max_rows, "an end by length is known when scheduling: nothing is computed in vain"
+        assert len(positions) == entry.max_rows, (
+            "an end by length is known when scheduling: nothing is computed in vain"
+        )
         assert samples == entry.max_tokens
     else:
         assert tokens <= samples <= tokens + overlap, "an early stop costs at most one token, and only with overlap"

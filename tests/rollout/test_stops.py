@@ -108,7 +108,11 @@ def test_stop_strings_end_at_the_token_that_completes_them(tokenizer, stop, text
 
 
 def test_a_stop_string_that_ends_before_min_tokens_does_not_count(tokenizer):
-    assert first_end(checker(tokenizer, stop=";", min_tokens=3), pieces(b"a", b";", b"b", b"b", b";")) == (5, "stop", ";")
+    assert first_end(checker(tokenizer, stop=";", min_tokens=3), pieces(b"a", b";", b"b", b"b", b";")) == (
+        5,
+        "stop",
+        ";",
+    )
 
 
 def test_an_end_token_is_named_before_a_stop_string(tokenizer):
