@@ -59,7 +59,7 @@ def aborted(requests: Sequence[SampleRequest], spec: RoutingSpec) -> RemoteFinis
             logprobs=[],  # type: ignore[arg-type]
             routed_experts=None,
             finish_reason="abort",
-            seed=request.sampling_params.seed,
+            seed=request.seed,
             sampling_params=request.sampling_params.model_dump(mode="json"),
             metadata=dict(request.metadata),
         )

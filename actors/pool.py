@@ -43,6 +43,8 @@ class ActorPool:
         Exception: what loading the model raised in an actor, in its own type and words.
     """
 
+    has_refs = True
+
     def __init__(
         self,
         model: str | Path,

@@ -145,9 +145,7 @@ def expert_load(model: Any, tokenizer: Any, asked: Sequence[Problem]) -> torch.T
 
 def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write bf16 safetensors, configurations and tokenizer; the versions that wrote them are left out."""
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.to(torch.bfloat16).save_pretrained(out)
     build_tokenizer().save_pretrained(out)
     for name in ("config.json", "generation_config.json"):

@@ -16,8 +16,10 @@ from storage.trace import RoutingSpec, Trace
 class SampleRequest:
     """One sequence to sample. Plain and picklable; seed and `sample_id` alone decide which random numbers it draws.
 
-    `sampling_params.seed` must be set.
     `metadata` (JSON values) travels into the trace untouched: an expected answer, a task name.
+
+    Raises:
+        ValueError: without a seed; drawn in an engine, a retry on another would not continue the same stream.
 
     >>> SampleRequest("run/0/0-0/1", step=0, prompt_ids=(5, 7), sampling_params=SamplingParams(seed=0))
     """
@@ -27,6 +29,16 @@ class SampleRequest:
     prompt_ids: tuple[int, ...]
     sampling_params: SamplingParams
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.sampling_params.seed is None:
+            raise ValueError(f"request {self.sample_id} has no seed; RolloutClient draws one per call")
+
+    @property
+    def seed(self) -> int:
+        """The seed of its random numbers."""
+        assert self.sampling_params.seed is not None
+        return self.sampling_params.seed
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,10 @@ class Backend(Protocol):
     @property
     def info(self) -> ModelInfo:
         """Facts of the loaded model."""
+
+    @property
+    def has_refs(self) -> bool:
+        """Whether `Finished.ref` is a Ray reference."""
 
     def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
         """Yield traces as they finish, each request once, in any order. Closing the generator aborts the rest."""

@@ -49,10 +49,12 @@ class BuiltEngine:
 
     def close(self) -> None:
         """Process what is in flight, stop the device thread, remove the hooks."""
-        self.engine.drain()
-        self.stream.close()
-        if self.runner.capturer is not None:
-            self.runner.capturer.close()
+        try:
+            self.engine.drain()
+        finally:
+            self.stream.close()
+            if self.runner.capturer is not None:
+                self.runner.capturer.close()
 
 
 def build_engine(path: str, options: EngineOptions, on_finish: Callable[[Request], None]) -> BuiltEngine:

@@ -43,6 +43,7 @@ class RolloutClient:
         _check_run(run)
         self._backend = backend
         self._recorder = recorder
+        self._closed = False
         self._rewards = RewardRunner(reward_fn) if reward_fn is not None else None
         self._requests = RequestBuilder(backend.info, run, self._load_tokenizer)
         self._steps = StepLedger(recorder.committed_steps() if recorder else [], unique=recorder is not None)
@@ -168,22 +169,23 @@ class RolloutClient:
 
         With `as_refs` (over Ray) yields references of Arrow tables, one or more traces each, and fetches nothing.
         """
-        call, requests = self._begin(prompts, num_samples, sampling_params, step, prompt_keys, metadata)
         if as_refs and self._rewards is not None:
-            self._steps.end(call, committed=False)
             raise ValueError("as_refs=True leaves the traces in the object store, reward_fn needs them here: use one")
-        return self._yield(self._run(call, requests), as_refs)
+        if as_refs and not self._backend.has_refs:
+            raise ValueError("as_refs=True needs RolloutClient.ray: a local engine has no references")
+        arguments = prompts, num_samples, sampling_params, step, prompt_keys, metadata
+        call, _ = self._begin(*arguments)
+        self._steps.cancel(call)  # claimed again with the first trace: a stream that nobody reads holds no step
+        return self._stream(as_refs, *arguments)
 
-    @staticmethod
-    def _yield(run: Generator[Finished, None, None], as_refs: bool) -> Generator[Any, None, None]:
-        with contextlib.closing(run):
+    def _stream(self, as_refs: bool, *arguments: Any) -> Generator[Any, None, None]:
+        call, requests = self._begin(*arguments)
+        with contextlib.closing(self._run(call, requests)) as run:
             for finished in run:
-                if not as_refs:
-                    yield from finished.traces()
-                elif finished.ref is None:
-                    raise ValueError("as_refs=True needs RolloutClient.ray: a local engine has no references")
-                else:
+                if as_refs:
                     yield finished.ref
+                else:
+                    yield from finished.traces()
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Self]:
@@ -192,10 +194,7 @@ class RolloutClient:
         committed = False
         try:
             yield self
-            if self._steps.running_calls:
-                raise RuntimeError(
-                    f"step {step} ended with {self._steps.running_calls} calls still running; nothing was committed"
-                )
+            self._steps.check_complete()
             committed = self._commit(step)
         finally:
             self._steps.close(committed)
@@ -216,7 +215,8 @@ class RolloutClient:
         self._backend.update_weights(source, version)
 
     def close(self) -> None:
-        """Stop the engine; what was not committed is abandoned."""
+        """Stop the engine; what was not committed is abandoned, calls that still run in other threads fail."""
+        self._closed = True
         self._backend.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -241,24 +241,26 @@ class RolloutClient:
         try:
             requests = self._requests.build(prompts, num_samples, params, call.step, call.number, keys, facts)
         except BaseException:
-            self._steps.end(call, committed=False)
+            self._steps.cancel(call)
             raise
         return call, requests
 
     def _run(self, call: Call, requests: list[SampleRequest]) -> Generator[Finished, None, None]:
         """Stream, reward, record, commit: the one path of every call."""
-        committed = False
+        done = False
         try:
             with contextlib.closing(self._rewarded(self._backend.stream(requests))) as stream:
                 for finished, rewards in stream:
                     if self._recorder is not None:
                         self._recorder.write(finished, call.step, rewards)
                     yield finished
-            committed = call.commits and self._commit(call.step)
+            if self._closed:
+                raise RuntimeError(f"the client was closed while step {call.step} was sampled; nothing was committed")
+            done = self._commit(call.step) if call.commits else True
         finally:
-            if call.commits and not committed and self._recorder is not None:
+            if call.commits and not done and self._recorder is not None:
                 self._recorder.abandon(call.step)
-            self._steps.end(call, committed)
+            self._steps.end(call, done)
 
     def _commit(self, step: int) -> bool:
         if self._recorder is None:

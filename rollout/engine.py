@@ -80,13 +80,12 @@ class Engine:
         """No request waits or runs and no step is in flight."""
         return self._scheduler.idle and not self._in_flight
 
-    def add(self, request: SampleRequest, seed: int) -> Request:
-        """Queue one request; `seed` is its own or the one drawn for the call."""
+    def add(self, request: SampleRequest) -> Request:
+        """Queue one request."""
         entry = Request(
             request=request,
             stop=StopChecker(request.sampling_params, self._eos_token_ids, self._tokenizer),
-            random_key=stream_key(seed, request.sample_id),
-            seed=seed,
+            random_key=stream_key(request.seed, request.sample_id),
             routes=None,
             weight_version=self.weight_version,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -53,6 +52,8 @@ class LocalBackend:
         FileNotFoundError, ValueError: the model cannot be loaded, recorded or run exactly; see loader.py, self_test.py.
     """
 
+    has_refs = False
+
     def __init__(self, model: str, **engine_options: Any) -> None:
         self.options = EngineOptions(**engine_options)
         self._built: BuiltEngine = build_engine(str(model), self.options, self._on_finish)
@@ -83,13 +84,12 @@ class LocalBackend:
         """Yield each request's trace once, as they finish. Closing the generator aborts the rest."""
         outbox: queue.SimpleQueue[Request | BaseException] = queue.SimpleQueue()
         pending, open_requests = deque(requests), 0
-        call_seed = secrets.randbits(62)
         submitted: list[Request] = []
         try:
             while pending or open_requests:
                 count = min(len(pending), self.window - open_requests)
                 if count > self.window // 2 or (count and not open_requests):
-                    self._submit([pending.popleft() for _ in range(count)], call_seed, outbox, submitted)
+                    self._submit([pending.popleft() for _ in range(count)], outbox, submitted)
                     open_requests += count
                 finished = outbox.get()
                 if isinstance(finished, BaseException):
@@ -125,14 +125,12 @@ class LocalBackend:
     def _submit(
         self,
         requests: list[SampleRequest],
-        call_seed: int,
         outbox: queue.SimpleQueue[Any],
         submitted: list[Request],
     ) -> None:
         def add() -> None:
             for request in requests:
-                seed = request.sampling_params.seed
-                entry = self._built.engine.add(request, call_seed if seed is None else seed)
+                entry = self._built.engine.add(request)
                 submitted.append(entry)
                 self._outboxes[entry] = outbox
 
@@ -212,7 +210,7 @@ class LocalBackend:
             finish_reason=request.finish_reason or "error",
             stop_reason=request.stop_reason,
             weight_version=request.weight_version,
-            seed=request.seed,
+            seed=request.request.seed,
             sampling_params=params.model_dump(mode="json"),
             text=self._text(request),
             metadata=request.request.metadata,

@@ -76,6 +76,7 @@ class RouterReplay:
     """
 
     def __init__(self, model: Any) -> None:
+        self._model = model
         self._routers = find_routers(model)
         for router in self._routers:
             check_forcible(router, model.get_submodule(router.site.name.rpartition(".")[0]))
@@ -101,7 +102,13 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorded]:
-        """Record the model's own choice in every forward inside; no logit changes."""
+        """Record the model's own choice in every forward inside; no logit changes.
+
+        Raises:
+            ValueError: with gradient checkpointing and gradients on, which would run each router twice.
+        """
+        if torch.is_grad_enabled() and _is_checkpointing(self._model):
+            raise ValueError("gradient checkpointing runs each router twice: record under torch.no_grad()")
         recorded = Recorded(self.spec)
 
         def wrap(site: int, forward: RouterForward) -> RouterForward:
@@ -156,6 +163,12 @@ class RouterReplay:
             return out
 
         return replaying
+
+
+def _is_checkpointing(model: Any) -> bool:
+    """transformers 5.24 renamed the property; the old one warns."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
 
 class _Counts:

@@ -26,7 +26,6 @@ class Request:
     request: SampleRequest
     stop: StopChecker
     random_key: int
-    seed: int
     routes: RequestRoutes | None
     weight_version: int = 0
     row: int = -1

@@ -118,9 +118,9 @@ def engine_forward(runner: ModelRunner, tokens: list[int], chunk: int) -> tuple[
 def _works(prompts: list[list[int]], start: int, length: int) -> list[Work]:
     works = []
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=0)
+        params = SamplingParams(max_tokens=0, seed=0)
         request = SampleRequest("self-test/0/0/0", 0, tuple(prompt), params)
-        entry = Request(request, StopChecker(params, (), None), 0, 0, None)
+        entry = Request(request, StopChecker(params, (), None), 0, None)
         entry.row, entry.slot, entry.capacity = index, index * len(prompt), len(prompt)
         works.append(Work(entry, start, length, samples=False))
     return works

@@ -35,6 +35,7 @@ class StepLedger:
         self._open: int | None = None
         self._calls_in_step = 0
         self._running = 0
+        self._spoiled = False
         self._lock = threading.Lock()
 
     def begin(self, step: int | None) -> Call:
@@ -66,13 +67,31 @@ class StepLedger:
             raise StepExistsError(f"step {step} exists already; use step={max(self._used) + 1} or leave step out")
         self._used.add(step)
 
-    def end(self, call: Call, committed: bool) -> None:
-        """Finish a call. A bare call that did not commit gives its step number back."""
+    def end(self, call: Call, done: bool) -> None:
+        """Finish a call. A bare call that did not commit gives its step number back; one inside an open step that was
+        left early or failed spoils the step."""
         with self._lock:
             if not call.commits:
                 self._running -= 1
-            elif not committed:
+                self._spoiled |= not done
+            elif not done:
                 self._used.discard(call.step)
+
+    def cancel(self, call: Call) -> None:
+        """Undo `begin` of a call that never started."""
+        with self._lock:
+            if call.commits:
+                self._used.discard(call.step)
+            else:
+                self._running -= 1
+                self._calls_in_step -= 1
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError when calls of the open step still run, or one of them did not finish."""
+        with self._lock:
+            if self._running or self._spoiled:
+                state = f"{self._running} calls still run" if self._running else "a call was left early or failed"
+                raise RuntimeError(f"step {self._open}: {state}; nothing was committed")
 
     def open(self, step: int) -> None:
         """Gather the following calls into one step."""
@@ -80,7 +99,7 @@ class StepLedger:
             if self._open is not None:
                 raise ValueError(f"step {self._open} is still open; steps do not nest")
             self._claim(step)
-            self._open, self._calls_in_step = step, 0
+            self._open, self._calls_in_step, self._spoiled = step, 0, False
 
     def close(self, committed: bool) -> None:
         """End the open step."""
@@ -88,8 +107,3 @@ class StepLedger:
             step, self._open = self._open, None
             if not committed and step is not None:
                 self._used.discard(step)
-
-    @property
-    def running_calls(self) -> int:
-        """Calls of the open step that have not ended."""
-        return self._running

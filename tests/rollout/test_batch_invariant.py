@@ -110,9 +110,10 @@ def test_everything_with_everything(family, size, chunk, overlap_off, checkpoint
 def test_one_and_two_threads(checkpoint):
     """A wider model, so that a matrix product has enough rows and columns to be split between threads."""
     path = checkpoint("qwen3_moe", hidden_size=256, vocab_size=1024, moe_intermediate_size=128)
-    one = sample(path, [[index] for index in range(6)], num_threads=1)
-    assert_identical(sample(path, [list(range(6))], num_threads=2, max_batch_tokens=7), one)
-    assert_identical(sample(path, [list(range(6))], num_threads=2), one)
+    params, group = SAMPLED.model_copy(update={"max_tokens": 6}), [0, 1, 2, 3]
+    one = sample(path, [[index] for index in group], params, num_threads=1)
+    assert_identical(sample(path, [group], params, num_threads=2, max_batch_tokens=7), one)
+    assert_identical(sample(path, [group], params, num_threads=2), one)
 
 
 def test_the_mode_is_also_right(checkpoint, alone):

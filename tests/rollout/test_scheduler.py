@@ -16,9 +16,9 @@ LENGTHS = st.tuples(st.integers(1, 12), st.integers(0, 12))
 
 
 def request(name: int | str, prompt_len: int, max_tokens: int) -> Request:
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
     sample = SampleRequest(f"run/0/{name}/0", 0, (5,) * prompt_len, params)
-    return Request(sample, StopChecker(params, (), None), random_key=0, seed=0, routes=None)
+    return Request(sample, StopChecker(params, (), None), random_key=0, routes=None)
 
 
 def queue(scheduler: Scheduler, lengths) -> list[Request]:

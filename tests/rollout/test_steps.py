@@ -16,7 +16,7 @@ def test_bare_calls_are_numbered_after_the_last_step():
     steps = ledger([0, 1, 5])
     first = steps.begin(None)
     assert first == Call(step=6, number=0, commits=True)
-    steps.end(first, committed=True)
+    steps.end(first, done=True)
     assert steps.begin(None).step == 7
 
 
@@ -50,9 +50,9 @@ def test_a_step_that_another_call_is_writing_is_refused():
 
 def test_a_call_that_did_not_commit_gives_its_number_back():
     steps = ledger()
-    steps.end(steps.begin(None), committed=False)
+    steps.end(steps.begin(None), done=False)
     assert steps.begin(None).step == 0
-    steps.end(steps.begin(4), committed=False)
+    steps.end(steps.begin(4), done=False)
     assert steps.begin(4).step == 4
 
 
@@ -65,7 +65,7 @@ def test_without_a_dataset_a_number_is_a_label_that_may_repeat():
     steps = ledger(unique=False)
     for _ in range(2):
         call = steps.begin(3)
-        steps.end(call, committed=True)
+        steps.end(call, done=True)
         assert call.step == 3
 
 
@@ -74,12 +74,34 @@ def test_calls_in_an_open_step_share_it_and_are_numbered():
     steps.open(7)
     calls = [steps.begin(None), steps.begin(7), steps.begin(None)]
     assert calls == [Call(7, 0, False), Call(7, 1, False), Call(7, 2, False)]
-    assert steps.running_calls == 3
+    with pytest.raises(RuntimeError, match="step 7: 3 calls still run; nothing was committed"):
+        steps.check_complete()
     for call in calls:
-        steps.end(call, committed=False)
-    assert steps.running_calls == 0
+        steps.end(call, done=True)
+    steps.check_complete()
     steps.close(committed=True)
     assert steps.begin(None) == Call(8, 0, True)
+
+
+def test_a_call_left_early_spoils_the_open_step_but_not_the_next():
+    steps = ledger()
+    steps.open(0)
+    steps.end(steps.begin(None), done=False)
+    with pytest.raises(RuntimeError, match="step 0: a call was left early or failed; nothing was committed"):
+        steps.check_complete()
+    steps.close(committed=False)
+    steps.open(0)
+    steps.check_complete()
+
+
+def test_a_call_that_never_started_leaves_no_trace():
+    steps = ledger()
+    steps.cancel(steps.begin(3))
+    assert steps.begin(3) == Call(3, 0, True)
+    steps.open(4)
+    steps.cancel(steps.begin(None))
+    steps.check_complete()
+    assert steps.begin(None) == Call(4, 0, False)
 
 
 def test_step_zero_can_be_open_too():

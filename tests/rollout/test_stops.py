@@ -115,6 +115,11 @@ def test_a_stop_string_that_ends_before_min_tokens_does_not_count(tokenizer):
     )
 
 
+def test_an_ignored_stop_string_is_not_found_again_when_its_token_began_a_character(tokenizer):
+    tokens = pieces(b";\xc3", b"\xa9", b"a", b";")
+    assert first_end(checker(tokenizer, stop=";", min_tokens=2), tokens) == (4, "stop", ";")
+
+
 def test_an_end_token_is_named_before_a_stop_string(tokenizer):
     check = StopChecker(SamplingParams(stop=";", max_tokens=9), tuple(pieces(b";")), tokenizer)
     assert first_end(check, pieces(b"a", b";")) == (2, "stop", None)

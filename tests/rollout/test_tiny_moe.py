@@ -173,9 +173,7 @@ def test_impossible_requests_are_refused_by_name(arguments, message):
         problems(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("text", "score"), [("55", 1.0), ("055", 0.0), ("55<eos>", 0.0), ("", 0.0), (None, 0.0)]
-)
+@pytest.mark.parametrize(("text", "score"), [("55", 1.0), ("055", 0.0), ("55<eos>", 0.0), ("", 0.0), (None, 0.0)])
 def test_exact_match_wants_every_character(text, score):
     assert exact_match(text, "55") == score
 
