@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from rollout.client import RolloutClient
+from rollout.loader import no_progress_bar
 from rollout.replay import ReplayReport, RouterReplay
 from rollout.sampling import SamplingParams
 from rollout.tiny_moe import MAX_ANSWER_TOKENS, MODEL_PATH, exact_match, problems
@@ -73,7 +74,8 @@ def _reward(trace: Trace) -> float:
 @torch.no_grad()
 def replay_mismatch(traces: list[Trace], dataset: TraceDataset) -> Mismatch:
     """Forward the traces in float32, as a trainer would, with its own routes and with the recorded ones."""
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    with no_progress_bar():
+        model: Any = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
     batch = ReplayBatch.collate(traces, spec=dataset.spec)
     replay = RouterReplay(model)
 

@@ -58,7 +58,7 @@ def load_model(path: str, dtype: str) -> LoadedModel:
 def _load_weights(path: str, dtype: str) -> Any:
     """Every weight comes from the files: transformers alone would draw missing ones at random and only warn."""
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
@@ -76,7 +76,7 @@ def _load_weights(path: str, dtype: str) -> Any:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """transformers draws its bar even where stderr is no terminal."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()

@@ -46,7 +46,7 @@ class LocalBackend:
     """A Backend over one engine in this process.
 
     >>> backend = LocalBackend("path/to/qwen3-moe", dtype="float32")
-    >>> next(backend.stream([SampleRequest("run/0/0-0/0", 0, (5, 7), SamplingParams(max_tokens=4))])).traces()
+    >>> next(backend.stream([SampleRequest("run/0/0-0/0", 0, (5, 7), SamplingParams(max_tokens=4, seed=0))])).traces()
 
     Raises:
         FileNotFoundError, ValueError: the model cannot be loaded, recorded or run exactly; see loader.py, self_test.py.

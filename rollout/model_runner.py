@@ -20,7 +20,7 @@ from rollout.scheduler import Work, flatten
 
 @dataclass
 class ForwardBatch:
-    """Inputs of one step. The first `len(decode_rows)` tokens were sampled by earlier steps and are read on the device."""
+    """Inputs of one step. The first `len(decode_rows)` tokens were sampled by earlier steps: read on the device."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor

@@ -69,7 +69,7 @@ def _supported_forward(runner: ModelRunner, tokens: list[int], chunk: int) -> tu
         return engine_forward(runner, tokens, chunk)
     except Exception as error:  # whatever a model does with a cache or a keyword that the slot pool lacks
         raise ValueError(
-            f"{type(runner.model).__name__} does not run on the slot pool of this engine: {type(error).__name__}: {error}"
+            f"{type(runner.model).__name__} does not run on this engine's slot pool: {type(error).__name__}: {error}"
         ) from error
 
 
