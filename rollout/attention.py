@@ -51,7 +51,7 @@ class DecodeGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where each token of a step reads and writes: host integers, but for masks and `out_cache_loc`, a slot per token."""
+    """Where each token of a step reads and writes: host integers, but for masks and `out_cache_loc`, the slots."""
 
     pool: KVPool
     spans: list[Span]
