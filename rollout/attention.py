@@ -3,112 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from rollout.kv_pool import KVPool
+from rollout.attention_plan import AttentionBatch, DecodeGroup, Reach, Span
 
 ATTENTION_NAME = "moe_rollout_slots"
 # Keywords that models pass and that change nothing in causal attention with the mask we build ourselves.
 HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "output_router_logits"}
 )
-# Decodes share one kernel call while at most this share of the keys it reads is masked.
-MAX_MASKED = 0.4
 
 
-class Span(NamedTuple):
-    """Tokens `[start, end)` of the flattened batch belong to one request.
-
-    It owns the slots `[slot, slot + capacity)`; its keys are in the first `kv_len` of them.
-    """
-
-    start: int
-    end: int
-    slot: int
-    kv_len: int
-    capacity: int
-
-
-class DecodeGroup(NamedTuple):
-    """Tokens `[start, end)`, one per request, whose keys start at `slot`, `slot + stride`, ...: one strided view.
-
-    `mask` is additive, `[requests, 1, 1, kv_len]`.
-    """
-
-    start: int
-    end: int
-    slot: int
-    stride: int
-    kv_len: int
-    mask: torch.Tensor
+class LatentCacheError(ValueError):
+    """The model caches something smaller than keys and values and expands it after reading the cache."""
 
 
 @dataclass(frozen=True)
-class AttentionBatch:
-    """Where each token of a step reads and writes: host integers, but for masks and `out_cache_loc`, the slots."""
+class Rule:
+    """How one layer attends.
 
-    pool: KVPool
-    spans: list[Span]
-    groups: list[DecodeGroup]
-    out_cache_loc: torch.Tensor
-    batch_invariant: bool
-
-    @classmethod
-    def plan(
-        cls, pool: KVPool, spans: list[Span], out_cache_loc: torch.Tensor, dtype: torch.dtype, batch_invariant: bool
-    ) -> AttentionBatch:
-        """Gather decodes whose slots are evenly spaced; in batch-invariant mode every request is on its own."""
-        singles, groups = list(spans), []
-        if not batch_invariant:
-            runs = _even_runs([span for span in spans if span.end - span.start == 1])
-            groups = [_group(run, dtype) for run in runs]
-            grouped = {span.start for run in runs for span in run}
-            singles = [span for span in spans if span.start not in grouped]
-        return cls(pool, singles, groups, out_cache_loc, batch_invariant)
-
-
-def _even_runs(spans: Sequence[Span]) -> list[list[Span]]:
-    """Runs of two or more neighbours in the batch whose slots have one distance and whose lengths are alike.
-
-    A run reads, and masks, slots behind a request's keys, but never another request's: these may hold NaN, and
-    0 * NaN is NaN.
+    Attributes:
+        scale: of the scores; None is 1 / sqrt(head_dim).
+        reach: how far back a query sees.
+        sinks: `[heads]` or None, a logit per head that takes part in the softmax and has no value (gpt-oss).
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
     """
-    runs: list[list[Span]] = []
-    for span in spans:
-        if runs and _continues(runs[-1], span):
-            runs[-1].append(span)
-        else:
-            runs.append([span])
-    return [run for run in runs if len(run) > 1]
 
+    scale: float | None
+    reach: Reach
+    sinks: torch.Tensor | None
+    softcap: float | None
 
-def _continues(run: list[Span], span: Span) -> bool:
-    last = run[-1]
-    even = len(run) == 1 or span.slot - last.slot == last.slot - run[-2].slot
-    longest = max(span.kv_len, *(s.kv_len for s in run))
-    read = (len(run) + 1) * longest
-    wasted = read - span.kv_len - sum(s.kv_len for s in run)
-    return (
-        even
-        and span.slot > last.slot
-        and span.start == last.end
-        and longest <= min(span.capacity, *(s.capacity for s in run))
-        and wasted <= MAX_MASKED * read
-    )
-
-
-def _group(run: list[Span], dtype: torch.dtype) -> DecodeGroup:
-    lengths = torch.tensor([span.kv_len for span in run])
-    longest = max(span.kv_len for span in run)
-    mask = torch.zeros(len(run), 1, 1, longest, dtype=dtype)
-    mask.masked_fill_(torch.arange(longest) >= lengths[:, None, None, None], -torch.inf)
-    return DecodeGroup(run[0].start, run[-1].end, run[0].slot, run[1].slot - run[0].slot, longest, mask)
+    @property
+    def is_plain(self) -> bool:
+        """torch's fused kernel computes it."""
+        return self.sinks is None and self.softcap is None
 
 
 def slot_attention(
@@ -121,6 +56,9 @@ def slot_attention(
     attention_batch: AttentionBatch,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of `[1, heads, tokens, dim]` queries, each request over its own slots.
@@ -129,6 +67,7 @@ def slot_attention(
 
     Raises:
         ValueError: for a keyword that would change the result and is not honoured, by name.
+        LatentCacheError: the pool must be switched to latent mode for this model.
     """
     unknown = sorted(name for name, given in keywords.items() if given is not None and name not in HARMLESS)
     if unknown or attention_mask is not None:
@@ -136,59 +75,117 @@ def slot_attention(
             f"{type(module).__name__} passes {unknown or ['attention_mask']} to attention, "
             "which this engine does not honour yet"
         )
-    layer = module.layer_idx
-    keys, values = attention_batch.pool.keys[layer], attention_batch.pool.values[layer]
+    rule = Rule(scaling, _reach(module, sliding_window), s_aux, softcap)
+    keys, values = _stores(module, key, value, attention_batch)
     out = query.new_zeros(query.shape[2], query.shape[1], values.shape[-1])
     for group in attention_batch.groups:
         q = query[0, :, group.start : group.end].transpose(0, 1)[:, :, None]
-        k, v = _strided(keys, group), _strided(values, group)
-        out[group.start : group.end] = _sdpa(q, k, v, scaling, mask=group.mask)[:, :, 0]
+        mask = attention_batch.mask(group, rule.reach, query.dtype)
+        out[group.start : group.end] = _scored(q, _strided(keys, group), _strided(values, group), rule, mask)[:, :, 0]
     attend = _attend_by_token if attention_batch.batch_invariant else _attend
     for span in attention_batch.spans:
         rows = slice(span.slot, span.slot + span.kv_len)
         k, v = keys[rows].transpose(0, 1)[None], values[rows].transpose(0, 1)[None]
-        out[span.start : span.end] = attend(query[:, :, span.start : span.end], k, v, scaling)[0].transpose(0, 1)
+        out[span.start : span.end] = attend(query[:, :, span.start : span.end], k, v, rule, span)[0].transpose(0, 1)
     return out[None], None
 
 
+def _reach(module: Any, window: int | None) -> Reach:
+    """From the window the layer passes, and the kind its config names; the two must agree."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else None
+    if kind == "chunked_attention":
+        return Reach(chunk=config.attention_chunk_size)
+    if kind == "sliding_attention" and window is None:
+        raise ValueError(f"{type(module).__name__} of a sliding layer passes no window to attention")
+    return Reach(window=window)
+
+
+def _stores(
+    module: Any, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as `[slots, heads, dim]`: the pool's, or what the model made of the gathered latents."""
+    if batch.gathered is not None:
+        return key[0].transpose(0, 1), value[0].transpose(0, 1)
+    keys, values = batch.pool.keys[module.layer_idx], batch.pool.values[module.layer_idx]
+    for given, stored in ((key, keys), (value, values)):
+        if (given.shape[1], given.shape[3]) != stored.shape[1:]:
+            raise LatentCacheError(f"{type(module).__name__} expands what it caches")
+    return keys, values
+
+
 def _strided(store: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
-    """`[requests, heads, kv_len, dim]` of a `[slots, heads, dim]` store, without a copy."""
+    """`[requests, heads, keys, dim]` of a `[slots, heads, dim]` store, without a copy."""
     heads, dim = store.shape[1:]
     row = heads * dim
-    size = (group.end - group.start, heads, group.kv_len, dim)
+    size = (group.end - group.start, heads, group.longest, dim)
     return store.as_strided(size, (group.stride * row, dim, row, 1), group.slot * row)
 
 
-def _sdpa(
+def _scored(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float | None,
+    rule: Rule,
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    """`[B, heads, queries, dim]`. `mask` is additive and broadcasts to `[B, heads, queries, keys]`."""
+    if rule.is_plain:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=gqa
+        )
+    if causal:
+        mask = _causal_mask(q.shape[2], k.shape[2], 0, Reach(), q)
+    return _eager(q, k, v, rule, mask)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Scaled dot product attention; the last query sees all keys, the one before it one less, and so on."""
-    length, past = q.shape[2], k.shape[2] - q.shape[2]
-    if length == 1 or not past:
-        return _sdpa(q, k, v, scale, causal=length > 1)
-    mask = torch.ones(length, past + length, dtype=torch.bool, device=q.device).tril(past)
-    return _sdpa(q, k, v, scale, mask=mask)
+def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, mask: torch.Tensor | None) -> torch.Tensor:
+    """Scores in the open: soft cap, mask, sinks, softmax in float32."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    scores = q @ k.transpose(-1, -2) * (rule.scale if rule.scale is not None else q.shape[-1] ** -0.5)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if mask is not None:
+        scores = scores + mask
+    if rule.sinks is not None:
+        sinks = rule.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    return scores.float().softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
-def _attend_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+def _causal_mask(queries: int, keys: int, position: int, reach: Reach, like: torch.Tensor) -> torch.Tensor:
+    """Additive `[queries, keys]` for queries at `position`, `position + 1`, ... and keys from position 0."""
+    at = torch.arange(position, position + queries)[:, None]
+    first = torch.tensor([reach.first(position + i) for i in range(queries)])[:, None]
+    key = torch.arange(keys)
+    return like.new_zeros(queries, keys).masked_fill_((key > at) | (key < first), -torch.inf)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, span: Span) -> torch.Tensor:
+    """Attention of one request's newest tokens over its keys, which start at position 0."""
+    length, last = q.shape[2], span.kv_len - 1
+    if length == 1:
+        first = rule.reach.first(last)
+        return _scored(q, k[:, :, first:], v[:, :, first:], rule)
+    if span.position == 0 and rule.reach.first(last) == 0:
+        return _scored(q, k, v, rule, causal=True)
+    return _scored(q, k, v, rule, mask=_causal_mask(length, span.kv_len, span.position, rule.reach, q))
+
+
+def _attend_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, span: Span) -> torch.Tensor:
     """The same, one query at a time over exactly its own keys: no bit depends on how a prompt was cut into chunks."""
-    past = k.shape[2] - q.shape[2]
+
+    def one(i: int) -> torch.Tensor:
+        at = span.position + i
+        seen = slice(rule.reach.first(at), at + 1)
+        return _scored(q[:, :, i : i + 1], k[:, :, seen], v[:, :, seen], rule)
+
     with _one_thread():
-        rows = [
-            _sdpa(q[:, :, i : i + 1], k[:, :, : past + i + 1], v[:, :, : past + i + 1], scale)
-            for i in range(q.shape[2])
-        ]
-    return torch.cat(rows, dim=2)
+        return torch.cat([one(i) for i in range(q.shape[2])], dim=2)
 
 
 @contextlib.contextmanager

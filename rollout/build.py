@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollout.attention import use_slot_attention
+from rollout.attention import LatentCacheError, use_slot_attention
 from rollout.backend import ModelInfo
 from rollout.capture import RoutedExpertsCapturer
 from rollout.config import EngineOptions
@@ -86,7 +86,7 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
     runner = ModelRunner(
         loaded.model, stream, capturer, kv_tokens, options.max_running_requests, options.batch_invariant
     )
-    check_engine(runner, reference[0])
+    _choose_cache(runner, reference[0])
     if options.batch_invariant:
         check_batch_invariance(runner, reference[0])
     scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens)
@@ -100,6 +100,15 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
         on_finish=on_finish,
     )
     return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, capturer is not None), loaded.tokenizer, stream)
+
+
+def _choose_cache(runner: ModelRunner, reference: Reference) -> None:
+    """Keys and values in the pool, or the latents of a model that expands them by itself; tested either way."""
+    try:
+        check_engine(runner, reference)
+    except LatentCacheError:
+        runner.pool.reset(latent=True)
+        check_engine(runner, reference)
 
 
 def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> ModelInfo:

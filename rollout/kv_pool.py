@@ -53,19 +53,21 @@ class KVPool:
     """The cache object the model sees: `update` writes this step's keys and values into their slots.
 
     Each layer's tensors are `[slots, kv_heads, head_dim]`, allocated when the layer first writes: shapes may differ
-    by layer, and between keys and values.
+    by layer, and between keys and values. With `latent` set, what is stored is what the model expands to keys and
+    values by itself (multi-head latent attention), and `update` returns all that the step reads.
     """
 
     is_compileable = False
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.latent = False
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
     def get_seq_length(self, *_: Any) -> int:
-        """The model must not derive positions from the cache: they are given."""
-        return 0
+        """Refused: in a flattened batch there is no one length, positions are given."""
+        raise ValueError("this model derives positions from its cache's length; it cannot run on the slot pool")
 
     def update(
         self,
@@ -76,15 +78,25 @@ class KVPool:
         kwargs: dict[str, Any] | None = None,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[1, heads, tokens, dim]` at the step's slots. Returns its arguments; attention reads the pool."""
+        """Store `[1, heads, tokens, dim]` at the step's slots. Returns its arguments, since attention reads the pool;
+        in latent mode the rows of all slots that the step reads."""
         if kwargs is None or "attention_batch" not in kwargs:
             raise ValueError(
                 "this model's attention keeps its keyword arguments from the cache; it cannot run on the slot pool"
             )
-        slots = kwargs["attention_batch"].out_cache_loc
-        self._write(self.keys, layer_idx, slots, key)
-        self._write(self.values, layer_idx, slots, value)
-        return key, value
+        batch = kwargs["attention_batch"]
+        self._write(self.keys, layer_idx, batch.out_cache_loc, key)
+        self._write(self.values, layer_idx, batch.out_cache_loc, value)
+        if batch.gathered is None:
+            return key, value
+        stores = self.keys[layer_idx], self.values[layer_idx]
+        return tuple(store[batch.gathered].transpose(0, 1)[None] for store in stores)  # type: ignore[return-value]
+
+    def reset(self, latent: bool) -> None:
+        """Forget all layers and choose the mode."""
+        self.keys.clear()
+        self.values.clear()
+        self.latent = latent
 
     def clear(self, slot: int, count: int) -> None:
         """Zero `count` slots in all layers. Grouped attention reads slots that it masks, and 0 * NaN is NaN."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.attention import AttentionBatch, Span
+from rollout.attention_plan import AttentionBatch, Span
 from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSegment
 from rollout.device import CpuStream, Event
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
@@ -116,9 +116,7 @@ class ModelRunner:
             input_ids=torch.from_numpy(_pad(_host_tokens(batch, len(position)), num_padding)),
             position_ids=torch.from_numpy(_pad(position, num_padding)),
             decode_rows=torch.tensor([w.request.row for w in batch if w.is_decode], dtype=torch.int64),
-            attention=AttentionBatch.plan(
-                self.pool, spans, torch.from_numpy(slot), self.model.dtype, self._batch_invariant
-            ),
+            attention=AttentionBatch.plan(self.pool, spans, torch.from_numpy(slot), self._batch_invariant),
             logits_rows=torch.tensor(logits_rows),
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),

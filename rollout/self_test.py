@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rollout.attention import LatentCacheError
 from rollout.backend import SampleRequest
 from rollout.capture import RoutedExpertsCapturer
 from rollout.model_runner import ModelRunner
@@ -67,6 +68,8 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
 def _supported_forward(runner: ModelRunner, tokens: list[int], chunk: int) -> tuple[torch.Tensor, np.ndarray | None]:
     try:
         return engine_forward(runner, tokens, chunk)
+    except LatentCacheError:
+        raise
     except Exception as error:  # whatever a model does with a cache or a keyword that the slot pool lacks
         raise ValueError(
             f"{type(runner.model).__name__} does not run on this engine's slot pool: {type(error).__name__}: {error}"

@@ -1,0 +1,159 @@
+"""Which keys each token of a step reads: planned on the host, once per step, for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from rollout.experts import ROW_MULTIPLE
+from rollout.kv_pool import KVPool
+
+# Decodes share one kernel call while at most this share of the keys it reads is masked.
+MAX_MASKED = 0.4
+
+
+class Span(NamedTuple):
+    """Tokens `[start, end)` of the flattened batch belong to one request.
+
+    It owns the slots `[slot, slot + capacity)`; its keys are in the first `kv_len` of them.
+    """
+
+    start: int
+    end: int
+    slot: int
+    kv_len: int
+    capacity: int
+
+    @property
+    def position(self) -> int:
+        """Position of the first token."""
+        return self.kv_len - (self.end - self.start)
+
+
+class Reach(NamedTuple):
+    """How far back a layer looks: all the way, over a sliding window, or to the start of a chunk of positions.
+
+    >>> Reach(window=4).first(10), Reach(chunk=8).first(10), Reach().first(10)
+    (7, 8, 0)
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return position // self.chunk * self.chunk if self.chunk is not None else 0
+
+
+class DecodeGroup(NamedTuple):
+    """Tokens `[start, end)`, one per request, whose keys start at `slot`, `slot + stride`, ...: one strided view."""
+
+    start: int
+    end: int
+    slot: int
+    stride: int
+    kv_lens: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Keys that the view holds per request."""
+        return max(self.kv_lens)
+
+    def mask(self, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
+        """Additive, `[requests, 1, 1, longest]`: 0 where a request's newest token sees the key, else -inf."""
+        last = torch.tensor(self.kv_lens)[:, None, None, None]
+        first = torch.tensor([reach.first(kv_len - 1) for kv_len in self.kv_lens])[:, None, None, None]
+        key = torch.arange(self.longest)
+        return torch.zeros(len(self.kv_lens), 1, 1, self.longest, dtype=dtype).masked_fill_(
+            (key >= last) | (key < first), -torch.inf
+        )
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where each token of a step reads and writes. Host integers, but for `out_cache_loc`, the slot per token.
+
+    With a latent cache, which a model expands to keys and values itself, `gathered` holds the slots that are read,
+    int64 `[keys of all spans]`, and `Span.slot` counts within them.
+    """
+
+    pool: KVPool
+    spans: list[Span]
+    groups: list[DecodeGroup]
+    out_cache_loc: torch.Tensor
+    batch_invariant: bool
+    gathered: torch.Tensor | None = None
+    _masks: dict[tuple[int, Reach], torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def plan(
+        cls, pool: KVPool, spans: list[Span], out_cache_loc: torch.Tensor, batch_invariant: bool
+    ) -> AttentionBatch:
+        """Gather decodes whose slots are evenly spaced; in batch-invariant mode every request is on its own."""
+        if pool.latent:
+            return cls._plan_latent(pool, spans, out_cache_loc, batch_invariant)
+        if batch_invariant:
+            return cls(pool, list(spans), [], out_cache_loc, True)
+        runs = _even_runs([span for span in spans if span.end - span.start == 1])
+        grouped = {span.start for run in runs for span in run}
+        singles = [span for span in spans if span.start not in grouped]
+        return cls(pool, singles, [_group(run) for run in runs], out_cache_loc, False)
+
+    @classmethod
+    def _plan_latent(
+        cls, pool: KVPool, spans: list[Span], out_cache_loc: torch.Tensor, batch_invariant: bool
+    ) -> AttentionBatch:
+        slots = torch.cat([torch.arange(span.slot, span.slot + span.kv_len) for span in spans])
+        padding = slots[-1:].expand(-len(slots) % ROW_MULTIPLE)  # the expansion's rows keep their bits, see experts.py
+        moved, offset = [], 0
+        for span in spans:
+            moved.append(span._replace(slot=offset))
+            offset += span.kv_len
+        return cls(pool, moved, [], out_cache_loc, batch_invariant, torch.cat([slots, padding]))
+
+    def mask(self, group: DecodeGroup, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
+        """The group's mask for layers of one reach, built once per step."""
+        key = group.start, reach
+        if key not in self._masks:
+            self._masks[key] = group.mask(reach, dtype)
+        return self._masks[key]
+
+
+def _even_runs(spans: Sequence[Span]) -> list[list[Span]]:
+    """Runs of two or more neighbours in the batch whose slots have one distance and whose lengths are alike.
+
+    A run reads, and masks, slots behind a request's keys, but never another request's: these may hold NaN, and
+    0 * NaN is NaN.
+    """
+    runs: list[list[Span]] = []
+    for span in spans:
+        if runs and _continues(runs[-1], span):
+            runs[-1].append(span)
+        else:
+            runs.append([span])
+    return [run for run in runs if len(run) > 1]
+
+
+def _continues(run: list[Span], span: Span) -> bool:
+    last = run[-1]
+    even = len(run) == 1 or span.slot - last.slot == last.slot - run[-2].slot
+    longest = max(span.kv_len, *(s.kv_len for s in run))
+    read = (len(run) + 1) * longest
+    wasted = read - span.kv_len - sum(s.kv_len for s in run)
+    return (
+        even
+        and span.slot > last.slot
+        and span.start == last.end
+        and longest <= min(span.capacity, *(s.capacity for s in run))
+        and wasted <= MAX_MASKED * read
+    )
+
+
+def _group(run: list[Span]) -> DecodeGroup:
+    stride = run[1].slot - run[0].slot
+    return DecodeGroup(run[0].start, run[-1].end, run[0].slot, stride, tuple(span.kv_len for span in run))
