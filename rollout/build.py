@@ -18,6 +18,7 @@ from rollout.engine import Engine
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
 from rollout.loader import LoadedModel, load_model
 from rollout.model_runner import ModelRunner
+from rollout.own_cache import OwnCacheForward
 from rollout.scheduler import Request, Scheduler
 from rollout.self_test import Reference, check_batch_invariance, check_engine, plain_forward
 from rollout.weights import check_state_dict, copy_weights
@@ -80,16 +81,20 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
             plain_forward(loaded.model, capturer, loaded.vocab_size, min(loaded.max_positions, kv_tokens // 2))
         )
     )
+    plain_attention = loaded.model.config._attn_implementation
     use_slot_attention(loaded.model)
     name = "batch_invariant_experts" if options.batch_invariant else options.experts_implementation
     use_experts_implementation(loaded.model, name)
     runner = ModelRunner(
         loaded.model, stream, capturer, kv_tokens, options.max_running_requests, options.batch_invariant
     )
-    _choose_cache(runner, reference[0])
-    if options.batch_invariant:
+    _choose_cache(runner, reference[0], plain_attention)
+    if options.batch_invariant and runner.own_caches is None:
         check_batch_invariance(runner, reference[0])
-    scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens)
+    whole_prompts = runner.own_caches is not None
+    if capturer is not None and whole_prompts:
+        capturer.reserve(options.max_batch_tokens + min(loaded.max_positions, kv_tokens))
+    scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens, whole_prompts)
     engine = Engine(
         runner,
         scheduler,
@@ -102,12 +107,24 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
     return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, capturer is not None), loaded.tokenizer, stream)
 
 
-def _choose_cache(runner: ModelRunner, reference: Reference) -> None:
-    """Keys and values in the pool, or the latents of a model that expands them by itself; tested either way."""
+def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str) -> None:
+    """Keys and values in the pool, else the latents of a model that expands them, else the model's own cache.
+
+    Each is tested; the last is slow, which is said once.
+    """
     try:
-        check_engine(runner, reference)
-    except LatentCacheError:
-        runner.pool.reset(latent=True)
+        try:
+            check_engine(runner, reference)
+        except LatentCacheError:
+            runner.pool.reset(latent=True)
+            check_engine(runner, reference)
+    except ValueError as error:
+        logger.warning(
+            "%s. It is run request by request with its own cache: exact, but a batch of B takes B forwards", error
+        )
+        runner.model.set_attn_implementation(plain_attention)
+        runner.pool.reset(latent=False)
+        runner.own_caches = OwnCacheForward(runner.model)
         check_engine(runner, reference)
 
 

@@ -119,7 +119,8 @@ class RoutedExpertsCapturer:
     """Hooks on every router of one model, writing ids into a device buffer `[max_batch_tokens, sites, K]`.
 
     Each forward must fire every hook once, in site order, with one row per token: a router that a fused kernel
-    bypasses (vllm#44116) or that runs twice is an error, never a row of zeros.
+    bypasses (vllm#44116) or that runs twice is an error, never a row of zeros. The forwards of one step write one
+    behind the other.
     """
 
     def __init__(self, model: Any, spec: RoutingSpec, max_batch_tokens: int) -> None:
@@ -127,6 +128,7 @@ class RoutedExpertsCapturer:
         self._dtype = torch.uint8 if spec.dtype.itemsize == 1 else torch.uint16
         self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32)
         self._seen: list[tuple[int, int]] = []
+        self._written = [0] * spec.num_sites
         self._handles = [
             router.module.register_forward_hook(self._hook(index)) for index, router in enumerate(find_routers(model))
         ]
@@ -136,35 +138,45 @@ class RoutedExpertsCapturer:
 
         def write(module: torch.nn.Module, args: Any, output: Any) -> None:
             ids = output[2]
-            self._buffer[: len(ids), index, :top_k] = ids
+            start = self._written[index]
+            self._buffer[start : start + len(ids), index, :top_k] = ids
+            self._written[index] += len(ids)
             self._seen.append((index, len(ids)))
 
         return write
 
     def on_forward_begin(self) -> None:
-        """Forget which hooks fired; a forward that failed half-way leaves nothing behind."""
+        """Start a step: forget which hooks fired; a step that failed half-way leaves nothing behind."""
         self._seen.clear()
+        self._written = [0] * self.spec.num_sites
+
+    def reserve(self, rows: int) -> None:
+        """Make room for steps of `rows` tokens."""
+        if rows > len(self._buffer):
+            self._buffer = torch.zeros((rows, *self.spec.row_shape), dtype=torch.int32)
 
     def on_forward_end(
         self,
         out_cache_loc: torch.Tensor,
         segments: Sequence[RouteSegment] = (),
         host_cache: np.ndarray | None = None,
-        num_padding: int = 0,
+        forwards: Sequence[int] | None = None,
         no_copy_to_cpu: bool = True,
     ) -> RoutedExpertsOutput:
-        """Snapshot this step's rows, one per slot in `out_cache_loc`; `num_padding` rows behind them are left out.
+        """Snapshot this step's rows, one per slot in `out_cache_loc`; rows of padding behind them are left out.
+
+        `forwards` are the rows of each forward of the step, with padding; by default one forward without padding.
 
         The narrowing cast is the copy. `no_copy_to_cpu=False` is refused: a copy here would stop the overlap.
         """
         if not no_copy_to_cpu:
             raise ValueError("routes are copied by GenerationBatchResult.copy_to_cpu, not at the end of the forward")
         rows = len(out_cache_loc)
-        expected = [(index, rows + num_padding) for index in range(self.spec.num_sites)]
-        if self._seen != expected:
+        counts = [rows] if forwards is None else list(forwards)
+        if self._seen != [(index, count) for count in counts for index in range(self.spec.num_sites)]:
             raise RuntimeError(
                 f"routers wrote (site, rows) {self._seen}, expected each of {self.spec.num_sites} sites once, in order "
-                f"with {rows + num_padding} rows; this model's routing cannot be recorded"
+                f"with {counts} rows; this model's routing cannot be recorded"
             )
         return RoutedExpertsOutput(out_cache_loc, self._buffer[:rows].to(self._dtype), host_cache, segments)
 

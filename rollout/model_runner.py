@@ -13,6 +13,7 @@ from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSeg
 from rollout.device import CpuStream, Event
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.kv_pool import KVPool
+from rollout.own_cache import OwnCacheForward
 from rollout.rng import uniforms
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Work, flatten
@@ -80,6 +81,7 @@ class ModelRunner:
         self.stream = stream
         self.capturer = capturer
         self.pool = KVPool(kv_tokens)
+        self.own_caches: OwnCacheForward | None = None
         self._batch_invariant = batch_invariant
         self._last_token = torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
 
@@ -97,7 +99,8 @@ class ModelRunner:
 
     def clear_slots(self, slot: int, count: int) -> None:
         """Zero the keys and values of an ended request, behind all steps in flight: no NaN waits for the next owner."""
-        self.stream.launch(lambda: self.pool.clear(slot, count))
+        own = self.own_caches
+        self.stream.launch(lambda: own.forget(slot) if own is not None else self.pool.clear(slot, count))
 
     def prepare(self, batch: list[Work]) -> ForwardBatch:
         """Note everything the step needs; runs on the host."""
@@ -109,14 +112,17 @@ class ModelRunner:
         ]
         sampling = [(w, int(end) - 1) for w, end in zip(batch, ends, strict=True) if w.samples]
         logits_rows = [row for _, row in sampling] or [0]
-        num_padding = -len(position) % ROW_MULTIPLE if self._batch_invariant else 0
-        if self._batch_invariant and len(logits_rows) < MIN_ROWS:
+        padded = self._batch_invariant and self.own_caches is None
+        num_padding = -len(position) % ROW_MULTIPLE if padded else 0
+        if padded and len(logits_rows) < MIN_ROWS:
             logits_rows += [logits_rows[-1]] * (MIN_ROWS - len(logits_rows))
         return ForwardBatch(
             input_ids=torch.from_numpy(_pad(_host_tokens(batch, len(position)), num_padding)),
             position_ids=torch.from_numpy(_pad(position, num_padding)),
             decode_rows=torch.tensor([w.request.row for w in batch if w.is_decode], dtype=torch.int64),
-            attention=AttentionBatch.plan(self.pool, spans, torch.from_numpy(slot), self._batch_invariant),
+            attention=AttentionBatch.plan(
+                self.pool, spans, torch.from_numpy(slot), self._batch_invariant or self.own_caches is not None
+            ),
             logits_rows=torch.tensor(logits_rows),
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
@@ -135,7 +141,7 @@ class ModelRunner:
         logits = self.logits(batch)
         if self.capturer is not None:
             result.routed_experts_output = self.capturer.on_forward_end(
-                batch.attention.out_cache_loc, batch.segments, num_padding=batch.num_padding
+                batch.attention.out_cache_loc, batch.segments, forwards=self.forward_rows(batch)
             )
         if batch.sampling is not None:
             drawn = sample(logits[: len(batch.sample_rows)], batch.sampling)
@@ -144,6 +150,9 @@ class ModelRunner:
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """`[logits_rows, vocab]` of one flattened batch."""
+        if self.own_caches is not None:
+            spans, rows = batch.attention.spans, batch.logits_rows.tolist()
+            return self.own_caches.logits(batch.input_ids, batch.position_ids, spans, rows)
         output = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -153,6 +162,13 @@ class ModelRunner:
             logits_to_keep=batch.logits_rows,
         )
         return output.logits[0]
+
+
+    def forward_rows(self, batch: ForwardBatch) -> list[int]:
+        """Rows of each forward that a step makes, with padding."""
+        if self.own_caches is not None:
+            return [span.end - span.start for span in batch.attention.spans]
+        return [len(batch.input_ids)]
 
 
 def _pad(values: np.ndarray, count: int) -> np.ndarray:

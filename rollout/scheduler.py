@@ -77,10 +77,16 @@ class Work:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over a fixed number of rows, slots and tokens per step."""
+    """Continuous batching with chunked prefill over a fixed number of rows, slots and tokens per step.
 
-    def __init__(self, max_running_requests: int, max_batch_tokens: int, kv_tokens: int) -> None:
+    With `whole_prompts` a prompt is never cut: the one that reaches `max_batch_tokens` may exceed it.
+    """
+
+    def __init__(
+        self, max_running_requests: int, max_batch_tokens: int, kv_tokens: int, whole_prompts: bool = False
+    ) -> None:
         self.max_batch_tokens = max_batch_tokens
+        self.whole_prompts = whole_prompts
         self.slots = SlotAllocator(kv_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -107,13 +113,13 @@ class Scheduler:
         budget = self._take(batch, (r for r in self.running if not r.prefilling), self.max_batch_tokens)
         batch.sort(key=lambda work: work.request.slot)  # evenly spaced neighbours share one attention call
         budget = self._take(batch, (r for r in self.running if r.prefilling), budget)
-        while budget and self.waiting and self._admit(self.waiting[0]):
+        while budget > 0 and self.waiting and self._admit(self.waiting[0]):
             budget = self._take(batch, [self.running[-1]], budget)
         return batch
 
     def _take(self, batch: list[Work], requests: Iterable[Request], budget: int) -> int:
         for request in requests:
-            if not budget:
+            if budget <= 0:
                 break
             work = self._next_work(request, budget)
             if work is not None:
@@ -121,11 +127,11 @@ class Scheduler:
                 budget -= work.length
         return budget
 
-    @staticmethod
-    def _next_work(request: Request, budget: int) -> Work | None:
+    def _next_work(self, request: Request, budget: int) -> Work | None:
         start = request.computed
         if request.prefilling:
-            length = min(request.prompt_len - start, budget)
+            left = request.prompt_len - start
+            length = left if self.whole_prompts else min(left, budget)
         elif request.sampled < request.max_tokens:
             length = 1
         else:

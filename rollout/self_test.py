@@ -53,8 +53,11 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
         ValueError: naming the check that failed and by how much.
     """
     length = len(reference.tokens)
-    for name, chunk in (("whole", length), ("in chunks", 7), ("token by token", 1)):
-        logits, routes = _supported_forward(runner, reference.tokens, chunk)
+    ways = {"whole": [length], "in chunks": _chunks(length, 7), "token by token": _chunks(length, 1)}
+    if runner.own_caches is not None:
+        ways = {"whole": [length], "token by token": [length // 2, *_chunks(length - length // 2, 1)]}
+    for name, chunks in ways.items():
+        logits, routes = _supported_forward(runner, reference.tokens, chunks)
         error = float((logits - reference.logits).abs().mean() / reference.logits.std())
         if not error <= TOLERANCE[runner.model.dtype]:
             raise ValueError(
@@ -65,9 +68,13 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
             _check_routes(runner, name, routes, reference.routes)
 
 
-def _supported_forward(runner: ModelRunner, tokens: list[int], chunk: int) -> tuple[torch.Tensor, np.ndarray | None]:
+def _chunks(length: int, size: int) -> list[int]:
+    return [min(size, length - start) for start in range(0, length, size)]
+
+
+def _supported_forward(runner: ModelRunner, tokens: list[int], chunks: list[int]) -> tuple[torch.Tensor, np.ndarray | None]:
     try:
-        return engine_forward(runner, tokens, chunk)
+        return engine_forward(runner, tokens, chunks)
     except LatentCacheError:
         raise
     except Exception as error:  # whatever a model does with a cache or a keyword that the slot pool lacks
@@ -92,9 +99,9 @@ def check_batch_invariance(runner: ModelRunner, reference: Reference) -> None:
         ValueError: this device, dtype or model does not give them.
     """
     tokens = reference.tokens
-    whole, _ = engine_forward(runner, tokens, len(tokens))
+    whole, _ = engine_forward(runner, tokens, [len(tokens)])
     for chunk in (7, 1):
-        if not torch.equal(engine_forward(runner, tokens, chunk)[0], whole):
+        if not torch.equal(engine_forward(runner, tokens, _chunks(len(tokens), chunk))[0], whole):
             raise ValueError(_not_invariant(runner, f"in chunks of {chunk}"))
     beside = _works([tokens, tokens[::-1]], 0, len(tokens))
     logits = _run(runner, beside)[0]
@@ -109,11 +116,12 @@ def _not_invariant(runner: ModelRunner, how: str) -> str:
     )
 
 
-def engine_forward(runner: ModelRunner, tokens: list[int], chunk: int) -> tuple[torch.Tensor, np.ndarray | None]:
-    """Logits float32 `[T, vocab]` and routes `[T, sites, K]` of one prompt computed `chunk` tokens at a time."""
-    parts = [
-        _run(runner, _works([tokens], start, min(chunk, len(tokens) - start))) for start in range(0, len(tokens), chunk)
-    ]
+def engine_forward(
+    runner: ModelRunner, tokens: list[int], chunks: list[int]
+) -> tuple[torch.Tensor, np.ndarray | None]:
+    """Logits float32 `[T, vocab]` and routes `[T, sites, K]` of one prompt computed in chunks of these lengths."""
+    starts = np.cumsum([0, *chunks[:-1]]).tolist()
+    parts = [_run(runner, _works([tokens], start, length)) for start, length in zip(starts, chunks, strict=True)]
     routes = [part[1] for part in parts if part[1] is not None]
     return torch.cat([part[0] for part in parts]), np.concatenate(routes) if routes else None
 
@@ -140,7 +148,9 @@ def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarr
             runner.capturer.on_forward_begin()
         found.append(runner.logits(batch)[:rows].float())
         if runner.capturer is not None:
-            output = runner.capturer.on_forward_end(batch.attention.out_cache_loc, num_padding=batch.num_padding)
+            output = runner.capturer.on_forward_end(
+                batch.attention.out_cache_loc, forwards=runner.forward_rows(batch)
+            )
             found.append(output.routed_experts.numpy())
 
     runner.stream.run(work)

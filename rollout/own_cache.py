@@ -1,0 +1,56 @@
+"""The slow path: request by request with the model's own cache, for families whose state the slot pool cannot hold.
+
+Linear attention, convolution, state-space layers and sparse indexers keep more than keys and values. Scheduling,
+capture, sampling and traces are the same; the cost is one forward per request and step. Prompts are computed whole:
+several of these families cannot continue a prompt from a state. A request's results do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollout.attention_plan import Span
+
+
+class OwnCacheForward:
+    """Keeps one cache per request, by its first slot."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._caches: dict[int, Any] = {}
+
+    def logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, spans: Sequence[Span], rows: Sequence[int]
+    ) -> torch.Tensor:
+        """`[rows, vocab]` of a flattened batch; `rows` ascend and index its tokens."""
+        parts = []
+        for span in spans:
+            wanted = [row - span.start for row in rows if span.start <= row < span.end]
+            tokens = slice(span.start, span.end)
+            logits = self._forward(span, input_ids[None, tokens], position_ids[None, tokens], wanted or [-1])
+            if wanted:
+                parts.append(logits)
+        return torch.cat(parts) if parts else input_ids.new_zeros(0, 0, dtype=torch.float32)
+
+    def forget(self, slot: int) -> None:
+        """Drop the cache of an ended request."""
+        self._caches.pop(slot, None)
+
+    def _forward(self, span: Span, ids: torch.Tensor, positions: torch.Tensor, wanted: list[int]) -> torch.Tensor:
+        begun = {"cache": self._caches[span.slot]} if span.position else {}
+        output = self._model(input_ids=ids, position_ids=positions, use_cache=True, **begun)
+        if not span.position:
+            self._caches[span.slot] = _cache_of(output)
+        return output.logits[0, wanted]
+
+
+def _cache_of(output: Any) -> Any:
+    cache = getattr(output, "cache", None)
+    if cache is None:
+        cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        raise ValueError("this model returns no cache; it cannot generate step by step")
+    return cache
