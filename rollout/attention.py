@@ -96,7 +96,7 @@ def _reach(module: Any, window: int | None) -> Reach:
     kinds = getattr(config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else None
     if kind == "chunked_attention":
-        return Reach(chunk=config.attention_chunk_size)
+        return Reach(chunk=module.config.attention_chunk_size)
     if kind == "sliding_attention" and window is None:
         raise ValueError(f"{type(module).__name__} of a sliding layer passes no window to attention")
     return Reach(window=window)

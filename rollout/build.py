@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rollout.attention import LatentCacheError, use_slot_attention
 from rollout.backend import ModelInfo
 from rollout.capture import RoutedExpertsCapturer
@@ -20,7 +18,7 @@ from rollout.loader import LoadedModel, load_model
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
 from rollout.scheduler import Request, Scheduler
-from rollout.self_test import Reference, check_batch_invariance, check_engine, plain_forward
+from rollout.self_test import MAX_ROWS, Reference, check_batch_invariance, check_engine, plain_forward
 from rollout.weights import check_state_dict, copy_weights
 
 logger = logging.getLogger(__name__)
@@ -70,27 +68,13 @@ def build_engine(path: str, options: EngineOptions, on_finish: Callable[[Request
 
 def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], None], stream: CpuStream) -> BuiltEngine:
     loaded = load_model(path, options.dtype)
-    kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options)
     capturer = None
     if options.enable_return_routed_experts:
-        rows = max(options.max_batch_tokens + ROW_MULTIPLE, 64)
+        rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS)
         capturer = RoutedExpertsCapturer(loaded.model, loaded.spec, rows)
-    reference: list[Reference] = []
-    stream.run(
-        lambda: reference.append(
-            plain_forward(loaded.model, capturer, loaded.vocab_size, min(loaded.max_positions, kv_tokens // 2))
-        )
-    )
-    plain_attention = loaded.model.config._attn_implementation
-    use_slot_attention(loaded.model)
-    name = "batch_invariant_experts" if options.batch_invariant else options.experts_implementation
-    use_experts_implementation(loaded.model, name)
-    runner = ModelRunner(
-        loaded.model, stream, capturer, kv_tokens, options.max_running_requests, options.batch_invariant
-    )
-    _choose_cache(runner, reference[0], plain_attention)
-    if options.batch_invariant and runner.own_caches is None:
-        check_batch_invariance(runner, reference[0])
+    runner = _tested_runner(loaded, options, capturer, stream)
+    kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options, runner.pool.token_bytes)
+    runner.pool.resize(kv_tokens)
     whole_prompts = runner.own_caches is not None
     if capturer is not None and whole_prompts:
         capturer.reserve(options.max_batch_tokens + min(loaded.max_positions, kv_tokens))
@@ -107,6 +91,24 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
     return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, capturer is not None), loaded.tokenizer, stream)
 
 
+def _tested_runner(
+    loaded: LoadedModel, options: EngineOptions, capturer: RoutedExpertsCapturer | None, stream: CpuStream
+) -> ModelRunner:
+    """Switch the model to our attention and experts, over a pool just large enough for the self-test, and test it."""
+    model = loaded.model
+    reference = stream.call(lambda: plain_forward(model, capturer, loaded.vocab_size, loaded.max_positions))
+    plain_attention = model.config._attn_implementation
+    use_slot_attention(model)
+    experts = "batch_invariant_experts" if options.batch_invariant else options.experts_implementation
+    use_experts_implementation(model, experts)
+    size = 2 * len(reference.tokens)
+    runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant)
+    _choose_cache(runner, reference, plain_attention)
+    if options.batch_invariant and runner.own_caches is None:
+        check_batch_invariance(runner, reference)
+    return runner
+
+
 def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str) -> None:
     """Keys and values in the pool, else the latents of a model that expands them, else the model's own cache.
 
@@ -119,13 +121,11 @@ def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: st
             runner.pool.reset(latent=True)
             check_engine(runner, reference)
     except ValueError as error:
-        logger.warning(
-            "%s. It is run request by request with its own cache: exact, but a batch of B takes B forwards", error
-        )
         runner.model.set_attn_implementation(plain_attention)
         runner.pool.reset(latent=False)
         runner.own_caches = OwnCacheForward(runner.model)
         check_engine(runner, reference)
+        logger.warning("%s. It runs on its own cache instead: exact, but one forward per request and step", error)
 
 
 def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> ModelInfo:
@@ -140,12 +140,11 @@ def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> Mod
     )
 
 
-def _default_kv_tokens(loaded: LoadedModel, options: EngineOptions) -> int:
-    """As many tokens as `max_running_requests` full sequences need, at most 2 GiB, at least one full sequence."""
-    config = loaded.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize = torch.empty((), dtype=loaded.model.dtype).element_size()
-    token_bytes = 2 * config.num_hidden_layers * heads * head_dim * itemsize
+def _default_kv_tokens(loaded: LoadedModel, options: EngineOptions, token_bytes: int) -> int:
+    """As many tokens as `max_running_requests` full sequences need, at most 2 GiB, at least one full sequence.
+
+    The model's own caches grow by themselves: there only the first bound counts.
+    """
     wanted = options.max_running_requests * loaded.max_positions
-    return max(min(wanted, MAX_POOL_BYTES // token_bytes), min(loaded.max_positions, 32768), 2 * MIN_ROWS)
+    fitting = MAX_POOL_BYTES // token_bytes if token_bytes else wanted
+    return max(min(wanted, fitting), min(loaded.max_positions, 32768), 2 * MIN_ROWS)

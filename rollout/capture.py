@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rollout.device import CpuStream, Event
+from rollout.router import watch
 from storage.sites import find_routers
 from storage.trace import RoutingSpec
 
@@ -129,21 +130,13 @@ class RoutedExpertsCapturer:
         self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32)
         self._seen: list[tuple[int, int]] = []
         self._written = [0] * spec.num_sites
-        self._handles = [
-            router.module.register_forward_hook(self._hook(index)) for index, router in enumerate(find_routers(model))
-        ]
+        self.close = watch(model, find_routers(model), self._write)
 
-    def _hook(self, index: int) -> Any:
-        top_k = self.spec.sites[index].top_k
-
-        def write(module: torch.nn.Module, args: Any, output: Any) -> None:
-            ids = output[2]
-            start = self._written[index]
-            self._buffer[start : start + len(ids), index, :top_k] = ids
-            self._written[index] += len(ids)
-            self._seen.append((index, len(ids)))
-
-        return write
+    def _write(self, site: int, ids: torch.Tensor) -> None:
+        start = self._written[site]
+        self._buffer[start : start + len(ids), site, : self.spec.sites[site].top_k] = ids
+        self._written[site] += len(ids)
+        self._seen.append((site, len(ids)))
 
     def on_forward_begin(self) -> None:
         """Start a step: forget which hooks fired; a step that failed half-way leaves nothing behind."""
@@ -179,8 +172,3 @@ class RoutedExpertsCapturer:
                 f"with {counts} rows; this model's routing cannot be recorded"
             )
         return RoutedExpertsOutput(out_cache_loc, self._buffer[:rows].to(self._dtype), host_cache, segments)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()

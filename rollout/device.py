@@ -10,8 +10,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 class Event:
@@ -61,6 +64,12 @@ class CpuStream:
     def run(self, work: Callable[[], None]) -> None:
         """Launch and wait."""
         self.launch(work).synchronize()
+
+    def call(self, work: Callable[[], Result]) -> Result:
+        """Launch, wait, and return what `work` returned."""
+        results: list[Result] = []
+        self.launch(lambda: results.append(work())).synchronize()
+        return results[0]
 
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the device; on a CPU the same storage, which the caller must not write again."""

@@ -98,6 +98,16 @@ class KVPool:
         self.values.clear()
         self.latent = latent
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one slot takes in all layers that wrote so far."""
+        return sum(store[0].nbytes for store in (*self.keys.values(), *self.values.values()))
+
+    def resize(self, size: int) -> None:
+        """Change the number of slots; what they held is forgotten."""
+        self.size = size
+        self.reset(self.latent)
+
     def clear(self, slot: int, count: int) -> None:
         """Zero `count` slots in all layers. Grouped attention reads slots that it masks, and 0 * NaN is NaN."""
         for store in (*self.keys.values(), *self.values.values()):

@@ -163,7 +163,6 @@ class ModelRunner:
         )
         return output.logits[0]
 
-
     def forward_rows(self, batch: ForwardBatch) -> list[int]:
         """Rows of each forward that a step makes, with padding."""
         if self.own_caches is not None:

@@ -23,17 +23,94 @@ _JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jit
 
 
 class SelectionLog(TorchFunctionMode):
-    """Notes the index tensor of each top-k call."""
+    """Notes the index tensor of each top-k call, and among how many scores it chose."""
 
     def __init__(self) -> None:
         super().__init__()
         self.indices: list[torch.Tensor] = []
+        self.widths: list[int] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _TOPK:
             self.indices.append(out[1])
+            self.widths.append((args[0] if args else (kwargs or {})["input"]).shape[-1])
         return out
+
+
+def returns_ids(output: Any) -> bool:
+    """Whether a router's output is the usual `(logits, weights, ids)`."""
+    return (
+        isinstance(output, tuple)
+        and len(output) == 3
+        and isinstance(output[2], torch.Tensor)
+        and output[2].ndim == 2
+        and not output[2].is_floating_point()
+    )
+
+
+def watch(model: Any, routers: list[FoundRouter], write: Callable[[int, torch.Tensor], None]) -> Callable[[], None]:
+    """Call `write(site, ids)` with int64 `[tokens, K]` after each forward of each router; returns what undoes it.
+
+    Routers that return their ids get a forward hook. The others are watched at their last top-k call, which must
+    choose K of all experts; a forward of two tokens tells which is which.
+    """
+    undo: list[Callable[[], None]] = []
+    for site, (router, returning) in enumerate(zip(routers, _which_return_ids(model, routers), strict=True)):
+        make = _hooked if returning else _tapped
+        undo.append(make(router, lambda ids, site=site: write(site, ids)))  # type: ignore[misc]
+
+    def stop() -> None:
+        while undo:
+            undo.pop()()
+
+    return stop
+
+
+@torch.inference_mode()
+def _which_return_ids(model: Any, routers: list[FoundRouter]) -> list[bool]:
+    seen: dict[int, bool] = {}
+    handles = [
+        router.module.register_forward_hook(lambda _, __, out, i=i: seen.__setitem__(i, returns_ids(out)))
+        for i, router in enumerate(routers)
+    ]
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [seen.get(i, True) for i in range(len(routers))]
+
+
+def _hooked(router: FoundRouter, write: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        write(output[2])
+
+    return router.module.register_forward_hook(hook).remove
+
+
+def _tapped(router: FoundRouter, write: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    module, forward = router.module, router.module.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with SelectionLog() as log:
+            output = forward(*args, **kwargs)
+        write(_chosen(log, router))
+        return output
+
+    module.forward = watched
+    return lambda: delattr(module, "forward")
+
+
+def _chosen(log: SelectionLog, router: FoundRouter) -> torch.Tensor:
+    name, _, num_experts, top_k = router.site
+    if log.indices and log.widths[-1] == num_experts and log.indices[-1].shape[-1] == top_k:
+        return log.indices[-1].reshape(-1, top_k)
+    found = [f"{ids.shape[-1]} of {width}" for ids, width in zip(log.indices, log.widths, strict=True)]
+    raise ValueError(
+        f"router {name} ({type(router.module).__name__}) does not choose {top_k} of {num_experts} experts in one top-k "
+        f"call (it chose {', '.join(found) or 'in another way'}); its choice cannot be recorded"
+    )
 
 
 class ForcedSelection(TorchFunctionMode):
@@ -95,7 +172,7 @@ def check_forcible(router: FoundRouter, block: torch.nn.Module) -> None:
         raise ValueError(
             f"{name} does not take hidden states alone ({error}); its family cannot be replayed yet"
         ) from error
-    if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], torch.Tensor)):
+    if not returns_ids(out):
         raise ValueError(f"{name} does not return (logits, weights, ids); its family cannot be replayed yet")
     if len(log.indices) != 1 or not torch.equal(log.indices[0], out[2]):
         raise ValueError(

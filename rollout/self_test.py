@@ -15,12 +15,15 @@ import torch
 from rollout.attention import LatentCacheError
 from rollout.backend import SampleRequest
 from rollout.capture import RoutedExpertsCapturer
+from rollout.experts import ROW_MULTIPLE
 from rollout.model_runner import ModelRunner
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Request, Work
 from rollout.stops import StopChecker
 
 PROMPT_LEN = 24
+MAX_WINDOW = 64  # the prompt is made longer than windows up to here
+MAX_ROWS = 2 * (MAX_WINDOW + 8) + ROW_MULTIPLE  # of one forward here: two prompts, and padding
 # Mean |difference| of logits as a share of their spread. A wrong mask or scale is off by more than 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.04}
 
@@ -36,7 +39,7 @@ class Reference(NamedTuple):
 @torch.inference_mode()
 def plain_forward(model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int) -> Reference:
     """One forward of the model as transformers runs it, on pseudo-random tokens."""
-    tokens = [(7919 * i + 13) % vocab_size for i in range(min(PROMPT_LEN, max_len))]
+    tokens = [(7919 * i + 13) % vocab_size for i in range(min(_prompt_len(model.config.get_text_config()), max_len))]
     if capturer is not None:
         capturer.on_forward_begin()
     logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -44,6 +47,11 @@ def plain_forward(model: Any, capturer: RoutedExpertsCapturer | None, vocab_size
     if capturer is not None:
         routes = capturer.on_forward_end(torch.arange(len(tokens))).routed_experts.numpy()
     return Reference(tokens, logits.float(), routes)
+
+
+def _prompt_len(config: Any) -> int:
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return max([PROMPT_LEN, *(window + 8 for window in windows if isinstance(window, int) and window <= MAX_WINDOW)])
 
 
 def check_engine(runner: ModelRunner, reference: Reference) -> None:
@@ -61,25 +69,31 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
         error = float((logits - reference.logits).abs().mean() / reference.logits.std())
         if not error <= TOLERANCE[runner.model.dtype]:
             raise ValueError(
-                f"{type(runner.model).__name__} computed {name} on the slot pool differs from the plain model: "
+                f"{type(runner.model).__name__} computed {name} {_where(runner)} differs from the plain model: "
                 f"mean logit error {error:.2e} of their spread. Its attention or cache is not supported exactly"
             )
         if reference.routes is not None and routes is not None:
             _check_routes(runner, name, routes, reference.routes)
 
 
+def _where(runner: ModelRunner) -> str:
+    return "on the slot pool" if runner.own_caches is None else "with its own cache"
+
+
 def _chunks(length: int, size: int) -> list[int]:
     return [min(size, length - start) for start in range(0, length, size)]
 
 
-def _supported_forward(runner: ModelRunner, tokens: list[int], chunks: list[int]) -> tuple[torch.Tensor, np.ndarray | None]:
+def _supported_forward(
+    runner: ModelRunner, tokens: list[int], chunks: list[int]
+) -> tuple[torch.Tensor, np.ndarray | None]:
     try:
         return engine_forward(runner, tokens, chunks)
     except LatentCacheError:
         raise
     except Exception as error:  # whatever a model does with a cache or a keyword that the slot pool lacks
         raise ValueError(
-            f"{type(runner.model).__name__} does not run on this engine's slot pool: {type(error).__name__}: {error}"
+            f"{type(runner.model).__name__} does not run {_where(runner)}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -116,9 +130,7 @@ def _not_invariant(runner: ModelRunner, how: str) -> str:
     )
 
 
-def engine_forward(
-    runner: ModelRunner, tokens: list[int], chunks: list[int]
-) -> tuple[torch.Tensor, np.ndarray | None]:
+def engine_forward(runner: ModelRunner, tokens: list[int], chunks: list[int]) -> tuple[torch.Tensor, np.ndarray | None]:
     """Logits float32 `[T, vocab]` and routes `[T, sites, K]` of one prompt computed in chunks of these lengths."""
     starts = np.cumsum([0, *chunks[:-1]]).tolist()
     parts = [_run(runner, _works([tokens], start, length)) for start, length in zip(starts, chunks, strict=True)]
@@ -148,9 +160,7 @@ def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarr
             runner.capturer.on_forward_begin()
         found.append(runner.logits(batch)[:rows].float())
         if runner.capturer is not None:
-            output = runner.capturer.on_forward_end(
-                batch.attention.out_cache_loc, forwards=runner.forward_rows(batch)
-            )
+            output = runner.capturer.on_forward_end(batch.attention.out_cache_loc, forwards=runner.forward_rows(batch))
             found.append(output.routed_experts.numpy())
 
     runner.stream.run(work)

@@ -12,26 +12,34 @@ from typing import Any, NamedTuple
 
 from storage.trace import Site
 
+NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k")
+
 
 class FoundRouter(NamedTuple):
-    """A router module and what it is in the route contract."""
+    """The module whose forward makes the choice, and what it is in the route contract.
+
+    It is the router, or, for a router that only scores (dbrx), the block around it.
+    """
 
     module: Any
     site: Site
 
 
 def find_routers(model: Any) -> list[FoundRouter]:
-    """The routers of `model` in execution order.
+    """The routers of `model` in execution order: by layer, and within a layer attention (jetmoe) first.
 
     Raises:
         ValueError: for a dense model, or a router that does not say how many experts it chooses among.
     """
     classes = tuple(_declared_router_classes(model))
+    modules = dict(model.named_modules())
     found = [
-        FoundRouter(module, _site(name, module))
-        for name, module in model.named_modules()
+        _found(name, module, modules[name.rpartition(".")[0]])
+        for name, module in modules.items()
         if isinstance(module, classes)
     ]
+    found.sort(key=lambda router: (router.site.layer, "attention" not in router.site.name))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no MoE router: it is dense, or its family does not declare "
@@ -50,15 +58,18 @@ def _declared_router_classes(model: Any) -> Iterator[type]:
                 yield target
 
 
-def _site(name: str, module: Any) -> Site:
-    num_experts = _first_int(module, ("num_experts", "n_routed_experts", "num_local_experts"))
-    top_k = _first_int(module, ("top_k", "num_experts_per_tok"))
+def _found(name: str, router: Any, parent: Any) -> FoundRouter:
+    num_experts = _first_int(router, NUM_EXPERTS) or _rows_of_weight(router)
+    top_k = _first_int(router, TOP_K)
+    owner = router
+    if top_k is None:
+        owner, top_k = parent, _first_int(parent, TOP_K)
     if num_experts is None or top_k is None:
         raise ValueError(
-            f"router {name} ({type(module).__name__}) does not say how many experts it chooses among; "
+            f"router {name} ({type(router).__name__}) does not say how many experts it chooses among; "
             "this family is not supported yet"
         )
-    return Site(name, _layer_index(name), num_experts, top_k)
+    return FoundRouter(owner, Site(name, _layer_index(name), num_experts, top_k))
 
 
 def _first_int(module: Any, names: tuple[str, ...]) -> int | None:
@@ -67,8 +78,13 @@ def _first_int(module: Any, names: tuple[str, ...]) -> int | None:
             value = getattr(owner, name, None)
             if isinstance(value, int):
                 return value
-    weight = getattr(module, "weight", None)
-    return int(weight.shape[0]) if weight is not None and "num_experts" in names else None
+    return None
+
+
+def _rows_of_weight(module: Any) -> int | None:
+    """A router's scores have one column per expert: the rows of its weight, or of its only linear layer."""
+    matrices = [weight for weight in module.parameters() if weight.ndim == 2]
+    return int(matrices[0].shape[0]) if len(matrices) == 1 else None
 
 
 def _layer_index(name: str) -> int:

@@ -80,9 +80,18 @@ def test_padding_rows_are_left_out(model, capturer):
     """A batch of two tokens and three of padding gives two rows (sglang#36404)."""
     capturer.on_forward_begin()
     forward(model, [3, 1, 0, 0, 0])
-    out = capturer.on_forward_end(torch.tensor([7, 8]), num_padding=3)
+    out = capturer.on_forward_end(torch.tensor([7, 8]), forwards=[5])
     assert out.routed_experts.shape == (2, 3, 2)
     assert np.array_equal(out.routed_experts.numpy(), router_outputs(model, [3, 1, 0, 0, 0])[:2])
+
+
+def test_the_forwards_of_one_step_lie_one_behind_the_other(model, capturer):
+    capturer.on_forward_begin()
+    forward(model, [3, 1])
+    forward(model, [4, 1, 5])
+    out = capturer.on_forward_end(torch.arange(5), forwards=[2, 3])
+    truth = [router_outputs(model, [3, 1]), router_outputs(model, [4, 1, 5])]
+    assert np.array_equal(out.routed_experts.numpy(), np.concatenate(truth))
 
 
 def test_a_router_that_never_fires_is_an_error_not_a_row_of_zeros(model, capturer):
@@ -106,7 +115,7 @@ def test_a_router_that_fires_twice_is_an_error(model, capturer):
 def test_another_number_of_rows_than_tokens_is_an_error(model, capturer):
     capturer.on_forward_begin()
     forward(model, [3, 1, 4])
-    with pytest.raises(RuntimeError, match=r"expected each of 3 sites once.* with 4 rows"):
+    with pytest.raises(RuntimeError, match=r"expected each of 3 sites once.* with \[4\] rows"):
         capturer.on_forward_end(torch.arange(4))
 
 

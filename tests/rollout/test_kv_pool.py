@@ -44,7 +44,7 @@ def test_releasing_what_is_free_or_outside_fails(start, count):
 
 
 def step(slots):
-    return {"attention_batch": SimpleNamespace(out_cache_loc=torch.tensor(slots))}
+    return {"attention_batch": SimpleNamespace(out_cache_loc=torch.tensor(slots), gathered=None)}
 
 
 def test_keys_and_values_land_in_the_slots_of_the_step():
@@ -86,4 +86,5 @@ def test_a_model_that_keeps_its_keywords_from_the_cache_is_refused():
 def test_positions_never_come_from_the_cache():
     pool = KVPool(4)
     pool.update(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1), 0, kwargs=step([0, 1]))
-    assert pool.get_seq_length() == pool.get_seq_length(0) == 0
+    with pytest.raises(ValueError, match="derives positions from its cache's length"):
+        pool.get_seq_length()
