@@ -54,7 +54,8 @@ def open_recorder(traces: str | Path, spec: RoutingSpec) -> RemoteRecorder:
     >>> recorder = open_recorder("traces/", pool.info.spec)
 
     Raises:
-        ValueError: when the dataset exists with another spec, or another writer has it open.
+        SpecMismatchError: when the dataset holds traces of another model.
+        FormatVersionError: when another release wrote it.
     """
     from actors.remote import ensure_ray
     from actors.sink import RemoteRecorder

@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -39,6 +39,8 @@ class PipelineConfig(StrictModel):
         prompts: JSONL or Parquet with `prompt` (text) or `prompt_ids` (list of ids), and optionally `key`.
         prompts_per_step: taken in the file's order, from the start again after its end.
         num_samples: completions per prompt.
+        on_error: what a sample that ends in an error does to its step. "stop" ends the run before the commit; "skip"
+            logs it and commits the step without it.
         sampling, engine, actors: tables; see SamplingParams, EngineOptions, ActorOptions.
 
     A relative path counts from the folder of the config file; `~` is the home directory. `model` is a path when that
@@ -52,6 +54,7 @@ class PipelineConfig(StrictModel):
     steps: int = Field(ge=1)
     prompts_per_step: int = Field(ge=1)
     num_samples: int = Field(1, ge=1)
+    on_error: Literal["stop", "skip"] = "stop"
     sampling: SamplingParams = SamplingParams()
     engine: EngineOptions = EngineOptions()
     actors: ActorOptions = ActorOptions()
@@ -72,7 +75,9 @@ def load_config(path: str | Path, environ: Mapping[str, str] = os.environ) -> Pi
         values = tomllib.loads(path.read_text())
         config = PipelineConfig(**values)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist; examples/pipeline.toml is one to start from") from error
+        raise ConfigError(
+            f"{path.absolute()} does not exist; examples/pipeline.toml in the repository is one to start from"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     except ValidationError as error:
@@ -94,7 +99,7 @@ def _with_absolute_paths(config: PipelineConfig, path: Path, environ: Mapping[st
     def absolute(value: str) -> str:
         return value if "://" in value else str((folder / Path(value).expanduser()).resolve())
 
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ and absolute(config.traces).startswith(str(Path.cwd().resolve())):
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ and _is_below(absolute(config.traces), Path.cwd()):
         raise ConfigError(
             f"{path}: traces = {config.traces!r} lies in the Ray job's copy of the working directory, "
             "which Ray deletes; give an absolute path"
@@ -102,3 +107,7 @@ def _with_absolute_paths(config: PipelineConfig, path: Path, environ: Mapping[st
     model = absolute(config.model)
     update = {"traces": absolute(config.traces), "prompts": absolute(config.prompts)}
     return config.model_copy(update={**update, "model": model if Path(model).exists() else config.model})
+
+
+def _is_below(traces: str, folder: Path) -> bool:
+    return "://" not in traces and Path(traces).is_relative_to(folder.resolve())

@@ -16,6 +16,8 @@ from actors.slot import ActorSlot
 from rollout.backend import SampleRequest
 from storage.trace import RoutingSpec
 
+POLL_SECONDS = 0.1
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -40,12 +42,11 @@ class _Chunk:
 class _Call:
     """A chunk being sampled: what has not arrived yet, and a table whose sample ids are still to come."""
 
-    def __init__(self, slot: ActorSlot, chunk: _Chunk, tables_in_flight: int) -> None:
-        self.slot, self.chunk = slot, chunk
-        self.handle = slot.handle
+    def __init__(self, slot: ActorSlot, handle: Any, chunk: _Chunk, tables_in_flight: int) -> None:
+        self.slot, self.handle, self.chunk = slot, handle, chunk
         self.pending = {request.sample_id: request for request in chunk.requests}
         self.table: Any = None
-        method = self.handle.stream.options(
+        method = handle.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=2 * tables_in_flight
         )
         self.items = method.remote(chunk.requests)
@@ -74,7 +75,11 @@ class _Call:
 
 
 class Dispatch:
-    """The state of one `ActorPool.stream` call."""
+    """The state of one `ActorPool.stream` call.
+
+    Events that another thread may set, seen within `POLL_SECONDS`: `aborted` ends all requests as such, `left` drops
+    them, `closed` is the whole pool's.
+    """
 
     def __init__(
         self,
@@ -85,7 +90,8 @@ class Dispatch:
         closed: threading.Event,
     ) -> None:
         self._slots, self._limits, self._spec, self._closed = slots, limits, spec, closed
-        self._missing = {request.sample_id for request in requests}
+        self.aborted, self.left = threading.Event(), threading.Event()
+        self._missing = {request.sample_id: request for request in requests}
         if len(self._missing) != len(requests):
             raise ValueError(f"{len(requests)} requests share {len(self._missing)} sample ids; each must be unique")
         size = min(limits.chunk_samples, -(-len(requests) // len(slots)))
@@ -95,33 +101,48 @@ class Dispatch:
     def run(self) -> Iterator[RemoteFinished]:
         """Yield every sample once. Closing the iterator cancels what is still being sampled."""
         try:
-            while self._missing:
+            while self._missing and not self.left.is_set():
+                if self.aborted.is_set():
+                    self.cancel_calls()
+                    yield from self._first_arrivals(aborted(list(self._missing.values()), self._spec))
+                    return
                 if self._closed.is_set():
                     yield from self._abort_waiting()
                 else:
                     self._submit()
-                for item in self._ready():
-                    yield from self._advance(item)
+                for call in self._ready():
+                    if not self._is_ended():
+                        yield from self._advance(call)
         finally:
-            for call in self._calls:
-                call.cancel()
+            self.cancel_calls()
+
+    def cancel_calls(self) -> None:
+        """Stop what the actors still sample for this stream. Not while another thread is inside `run`."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.cancel()
+
+    def _is_ended(self) -> bool:
+        return self.aborted.is_set() or self.left.is_set()
 
     def _submit(self) -> None:
-        while self._waiting and (slot := self._least_loaded()) is not None:
-            self._calls.append(_Call(slot, self._waiting.popleft(), self._limits.tables_in_flight))
+        ready = [(slot, slot.ready_handle()) for slot in self._slots] if self._waiting else []
+        while self._waiting and (free := self._least_loaded(ready)) is not None:
+            self._calls.append(_Call(*free, self._waiting.popleft(), self._limits.tables_in_flight))
 
-    def _least_loaded(self) -> ActorSlot | None:
+    def _least_loaded(self, ready: list[tuple[ActorSlot, Any]]) -> tuple[ActorSlot, Any] | None:
         running = [call.slot for call in self._calls]
-        free = [s for s in self._slots if s.is_ready() and running.count(s) < self._limits.outstanding_chunks]
-        return min(free, key=lambda slot: slot.outstanding, default=None)
+        limit = self._limits.outstanding_chunks
+        free = [(slot, handle) for slot, handle in ready if handle is not None and running.count(slot) < limit]
+        return min(free, key=lambda pair: pair[0].outstanding, default=None)
 
     def _ready(self) -> list[_Call]:
-        """The calls that have an item; waits for the first, or for an actor that is still loading."""
-        loading = [slot.loading for slot in self._slots if self._waiting and slot.loading is not None]
-        refs = [call.items for call in self._calls] + loading
+        """The calls that have an item; waits a moment for the first, or for an actor that is still loading."""
+        loading = [slot.loading for slot in self._slots] if self._waiting else []
+        refs = [call.items for call in self._calls] + [ref for ref in loading if ref is not None]
         if not refs:
             return []
-        ray.wait(refs, num_returns=1, fetch_local=False)
+        ray.wait(refs, num_returns=1, timeout=POLL_SECONDS, fetch_local=False)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return [call for call in self._calls if any(call.items is ref for ref in ready)]
 
@@ -138,7 +159,8 @@ class Dispatch:
 
     def _first_arrivals(self, finished: RemoteFinished) -> Iterator[RemoteFinished]:
         new = [sample_id for sample_id in finished.sample_ids if sample_id in self._missing]
-        self._missing.difference_update(new)
+        for sample_id in new:
+            del self._missing[sample_id]
         if len(new) == len(finished.sample_ids):
             yield finished
         elif new:

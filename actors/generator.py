@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import abc
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -14,17 +14,15 @@ import ray
 from actors.packing import pack
 from rollout.backend import Backend, ModelInfo, SampleRequest
 
-CONCURRENT_STREAMS = 16
+CONCURRENT_STREAMS = 128
+"""Calls of `stream` that one actor answers at once, each in a thread that mostly waits.
+
+A call whose consumer pauses keeps its thread, and a stream of the pool holds up to `Limits.outstanding_chunks` (6)
+calls per actor: 20 streams may pause before the next one has to wait.
+"""
 
 
-class EngineBackend(Backend, Protocol):
-    """A Backend whose requests can be ended from another thread than the one that waits for them."""
-
-    def abort(self, sample_ids: Collection[str]) -> None:
-        """End these requests now, with finish_reason "abort"; ids that are not running are ignored."""
-
-
-def local_backend(model: str, **engine_options: Any) -> EngineBackend:
+def local_backend(model: str, **engine_options: Any) -> Backend:
     """The default of `backend_factory`: the project's own engine."""
     from rollout.local_backend import LocalBackend
 
@@ -45,12 +43,12 @@ class Generator:
         self,
         model: str,
         engine_options: dict[str, Any] | None = None,
-        backend_factory: Callable[..., EngineBackend] = local_backend,
+        backend_factory: Callable[..., Backend] = local_backend,
     ) -> None:
         self._model = model
         self._engine_options = engine_options or {}
         self._backend_factory = backend_factory
-        self._backend: EngineBackend | None = None
+        self._backend: Backend | None = None
 
     @ray.method(concurrency_group="control")
     def load(self, weights: Any = None, version: int = 0) -> ModelInfo:
@@ -69,8 +67,7 @@ class Generator:
         Closing the iterator, or `stopped()` becoming true, aborts the rest of the requests.
         """
         backend = self._loaded()
-        sample_ids = [request.sample_id for request in requests]
-        return pack(backend.stream(requests), abort=lambda: backend.abort(sample_ids), stopped=stopped)
+        return pack(backend.stream(requests), backend.info.spec, stopped=stopped)
 
     @ray.method(concurrency_group="control")
     def update_weights(self, source: Any, version: int) -> None:
@@ -93,7 +90,7 @@ class Generator:
         if self._backend is not None:
             self._backend.close()
 
-    def _loaded(self) -> EngineBackend:
+    def _loaded(self) -> Backend:
         if self._backend is None:
             raise RuntimeError(f"the generator of {self._model!r} has no model yet: call load() first")
         return self._backend

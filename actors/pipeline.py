@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.config import PipelineConfig, load_config
+from actors.config import ConfigError, PipelineConfig, load_config
 from actors.prompts import Prompt, prompts_of_step, read_prompts
+from storage.dataset import TraceDataset
 from storage.manifest import committed_steps
+from storage.trace import Trace
 
 logger = logging.getLogger("actors.pipeline")
 
@@ -39,6 +41,8 @@ def run(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any] = r
     """
     prompts = read_prompts(config.prompts)
     batches = {step: prompts_of_step(prompts, step, config.prompts_per_step) for step in _missing_steps(config)}
+    if batches:
+        _check_same_run(config)
     logger.info("%s: %d of %d steps to do", config.traces, len(batches), config.steps)
     if batches:
         with make_client(config) as client:
@@ -53,9 +57,30 @@ def _missing_steps(config: PipelineConfig) -> list[int]:
     return [step for step in range(config.steps) if step not in committed]
 
 
+def _check_same_run(config: PipelineConfig) -> None:
+    """Refuse to go on with other sampling parameters than the dataset was begun with; other actors are fine."""
+    traces = Path(config.traces)
+    steps = committed_steps(traces) if traces.exists() else []
+    before = next(TraceDataset(traces).iter(step=steps[-1]), None) if steps else None
+    if before is None or not before.sampling_params:
+        return
+    now = config.sampling.model_dump(mode="json")
+    changed = {
+        key: f"{before.sampling_params.get(key)} -> {value}"
+        for key, value in now.items()
+        if before.sampling_params.get(key) != value and not (key == "seed" and value is None)
+    }
+    if (run := before.sample_id.partition("/")[0]) != config.run:
+        changed["run"] = f"{run} -> {config.run}"
+    if changed:
+        raise ConfigError(
+            f"{config.traces} was begun with another configuration: {changed}; restore it, or choose another directory"
+        )
+
+
 def _run_step(client: Any, config: PipelineConfig, step: int, prompts: Sequence[Prompt]) -> None:
-    """Sample one step; it is committed when its stream ends, and not at all when a sample failed."""
-    started, tokens, samples = time.monotonic(), 0, len(prompts) * config.num_samples
+    """Sample one step; it is committed when its stream ends. A sample that failed ends it, or is left out of it."""
+    started, tokens, failed, samples = time.monotonic(), 0, 0, len(prompts) * config.num_samples
     stream = client.stream(
         [prompt.prompt for prompt in prompts],
         num_samples=config.num_samples,
@@ -66,11 +91,28 @@ def _run_step(client: Any, config: PipelineConfig, step: int, prompts: Sequence[
     with contextlib.closing(stream), _progress(samples, f"step {step}") as bar:
         for trace in stream:
             if trace.finish_reason == "error":
-                raise RuntimeError(f"step {step} is not committed: sample {trace.sample_id} failed: {trace.error}")
+                failed += 1
+                _report(trace, config)
             tokens += len(trace.completion_ids)
             bar.update()
     seconds = time.monotonic() - started
-    logger.info("step %d: %d samples, %.0f completion tokens/s, committed", step, samples, tokens / seconds)
+    if failed == samples:
+        logger.warning("step %d: every sample failed, so there is nothing to commit; a later run tries it again", step)
+        return
+    logger.info("step %d: %d samples, %.0f completion tokens/s, committed", step, samples - failed, tokens / seconds)
+
+
+def _report(trace: Trace, config: PipelineConfig) -> None:
+    """Log a sample that failed, or raise when the config does not say that it may be skipped."""
+    key = trace.sample_id.split("/")[2]
+    what = f"sample {trace.sample_id} failed: {trace.error}"
+    if config.on_error == "stop":
+        raise RuntimeError(
+            f"step {trace.step} is not committed: {what}. Another run with the same seed meets it again: correct or "
+            f"remove the prompt with key {key!r} in {config.prompts}, change the options that the error names, or set "
+            'on_error = "skip" to commit steps without such samples'
+        )
+    logger.warning("%s; step %d goes on without it", what, trace.step)
 
 
 def _progress(total: int, label: str) -> Any:

@@ -11,10 +11,12 @@ from typing import Any
 import ray
 
 from actors.dispatch import Dispatch, Limits
-from actors.generator import EngineBackend, GeneratorActor, local_backend
-from actors.remote import LOST, ensure_ray, fetch
+from actors.finished import RemoteFinished
+from actors.generator import GeneratorActor, local_backend
+from actors.remote import LOST, check_resources, ensure_ray, fetch
 from actors.slot import ActorSlot
-from rollout.backend import Finished, ModelInfo, SampleRequest
+from actors.stream import PoolStream
+from rollout.backend import Backend, ModelInfo, SampleRequest
 from rollout.config import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -55,12 +57,14 @@ class ActorPool:
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
-        backend_factory: Callable[..., EngineBackend] = local_backend,
+        backend_factory: Callable[..., Backend] = local_backend,
         limits: Limits | None = None,
     ) -> None:
         if num_actors < 1:
             raise ValueError(f"num_actors is {num_actors}, need at least 1")
         ensure_ray()
+        self._resources = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
+        check_resources(num_actors, self._resources)
         engine_options = dict(engine_options or {})
         self._limits = limits or _limits_for(engine_options)
         self._make_actor = GeneratorActor.options(
@@ -86,18 +90,23 @@ class ActorPool:
         """Facts of the model the actors loaded."""
         return self._info
 
-    def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
-        """Yield `RemoteFinished`, each sample once, as they finish. Closing the generator aborts the rest.
+    def stream(self, requests: Sequence[SampleRequest]) -> PoolStream:
+        """Each sample once, as they finish. Any thread may `close` or `abort` the stream.
 
         Raises:
-            RuntimeError: when actors keep dying over the same samples; naming the last error.
-            Exception: what an actor's engine raised, in its own type and words.
+            ValueError: two requests share a sample id.
+            RuntimeError: while iterating, when actors keep dying over the same samples; naming the last error.
+            Exception: while iterating, what an actor's engine raised, in its own type and words.
         """
+        dispatch = Dispatch(self._slots, requests, self._limits, self._info.spec, self._closed)
+        return PoolStream(dispatch, self._run(dispatch))
+
+    def _run(self, dispatch: Dispatch) -> Generator[RemoteFinished, None, None]:
         with self._changed:
             self._check_open()
             self._streams += 1
         try:
-            yield from Dispatch(self._slots, requests, self._limits, self._info.spec, self._closed).run()
+            yield from dispatch.run()
         finally:
             with self._changed:
                 self._streams -= 1
@@ -109,9 +118,12 @@ class ActorPool:
         An actor that dies meanwhile is replaced by one with the new weights.
 
         Raises:
+            ValueError: the source is no state dict, a path for example; no actor was asked.
             RuntimeError: while a stream is running.
             Exception: why the actors refused, in its own type and words.
         """
+        if not isinstance(source, Mapping):
+            raise ValueError(f"weights are a {type(source).__name__}; pass a state dict as from model.state_dict()")
         with self._changed:
             self._check_open()
             if self._streams:
@@ -142,14 +154,16 @@ class ActorPool:
         return handle, handle.load.remote(*self._weights)
 
     def _await_loaded(self, slot: ActorSlot) -> ModelInfo:
-        while not slot.is_ready():
-            if not ray.wait([slot.loading], timeout=WARN_SECONDS, fetch_local=False)[0]:
+        while slot.ready_handle() is None:
+            loading = slot.loading  # None when another thread saw it done in between
+            if loading is not None and not ray.wait([loading], timeout=WARN_SECONDS, fetch_local=False)[0]:
                 logger.warning(
-                    "generator actor %d is not loaded yet; the cluster has %s left, see `ray status`",
+                    "generator actor %d waits for %s or still loads; the cluster has %s left, see `ray status`",
                     slot.index,
-                    ray.available_resources(),
+                    self._resources,
+                    {name: left for name, left in ray.available_resources().items() if ":" not in name},
                 )
-        return fetch(slot.handle.info.remote())
+        return slot.info
 
     def _update_all(self, weights: tuple[Any, int]) -> None:
         handles = [slot.handle for slot in self._slots]
@@ -177,10 +191,8 @@ def _error_of(ref: Any) -> Exception | None:
     return None
 
 
-def _shareable(source: Any) -> Any:
-    """One object-store copy of a state dict, on the CPU, for all actors; a path stays a path."""
-    if isinstance(source, str | Path):
-        return absolute_if_local(source)
+def _shareable(source: Mapping[str, Any]) -> Any:
+    """One object-store copy of a state dict, on the CPU, for all actors."""
     return ray.put(
         {name: tensor.detach().cpu() if hasattr(tensor, "detach") else tensor for name, tensor in source.items()}
     )

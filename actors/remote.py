@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import NodeDiedError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
-LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
-"""The process that ran the task is gone; the work may be given to another."""
+DEAD = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+"""The process that ran the task is gone; Ray itself kills some when a node runs out of memory."""
+
+LOST = (*DEAD, ObjectLostError)
+"""That, or what it delivered went with its node or owner; the work may be given to another."""
 
 
 def fetch(ref: Any) -> Any:
@@ -36,3 +47,19 @@ def ensure_ray() -> None:
         ray.init(address="auto")
     else:
         ray.init(address="local", include_dashboard=False)
+
+
+def check_resources(num_actors: int, resources: Mapping[str, float]) -> None:
+    """Refuse at once what the cluster can never hold, instead of waiting for it without end.
+
+    Raises:
+        ValueError: naming the resource, what is asked and what the cluster has.
+    """
+    cluster = ray.cluster_resources()
+    for name, each in resources.items():
+        total = cluster.get(name, 0.0)
+        if num_actors * each > total:
+            raise ValueError(
+                f"{num_actors} actors of {each:g} {name} need {num_actors * each:g}, the cluster has {total:g}; "
+                "lower num_actors, or ask less per actor (num_cpus=0.5, say)"
+            )

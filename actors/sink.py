@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.remote import LOST, fetch, first_line
+from actors.remote import DEAD, fetch, first_line
 from rollout.backend import Finished
 from storage.schema import set_rewards
 from storage.trace import RoutingSpec
@@ -80,12 +80,15 @@ class RemoteRecorder:
 
     Raises:
         SinkDiedError: when the sink's process died; what was committed before is intact.
-        Exception: what the writer raised, in its own type and words; a write's error comes with the commit.
+        ValueError: after `close`.
+        Exception: what the writer raised, in its own type and words. A write's error comes with the next write of its
+            step that finds it, and with the commit.
     """
 
     def __init__(self, root: str | Path, spec: RoutingSpec, outstanding_writes: int = OUTSTANDING_WRITES) -> None:
         self._root, self._bound = str(root), outstanding_writes
         self._lock = threading.Lock()
+        self._closed = False
         self._running: list[Any] = []
         self._writes: defaultdict[int, list[Any]] = defaultdict(list)
         self._sink = TraceSink.options(scheduling_strategy=_this_node()).remote(self._root, spec)
@@ -96,9 +99,14 @@ class RemoteRecorder:
         return self._call("committed_steps")
 
     def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
-        """Send a reference to the sink; waits while `outstanding_writes` are not done yet."""
+        """Send a reference to the sink; waits while `outstanding_writes` are not done yet.
+
+        Raises what an earlier write of `step` met, a full disk for example: more samples would be wasted.
+        """
+        self._check_open()
         table = ray.put(finished.table()) if finished.ref is None else finished.ref
         with self._lock:
+            self._check_done(step)
             if len(self._running) >= self._bound:
                 _, self._running = ray.wait(self._running, num_returns=1)
             write = self._sink.write.remote(table, step, rewards)
@@ -116,29 +124,48 @@ class RemoteRecorder:
         return committed
 
     def abandon(self, step: int) -> None:
-        """Drop what was staged for `step`, failed writes too."""
-        self._call("abandon", step)
-        self._forget(step)
+        """Drop what was staged for `step`, failed writes too. `close` has done so already."""
+        if not self._closed:
+            self._call("abandon", step)
+            self._forget(step)
 
     def close(self) -> None:
-        """Abandon all that was not committed and stop the sink; fine when it is dead already."""
+        """Abandon all that was not committed and stop the sink; fine when it is dead already, or closed."""
+        if self._closed:
+            return
         try:
             self._call("close")
         except SinkDiedError as error:
             logger.warning("%s", error)
+        self._closed = True
         ray.kill(self._sink)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"this RemoteRecorder of {self._root} is closed; open a new one")
+
+    def _check_done(self, step: int) -> None:
+        """Raise the error of a write that failed; it stays for `commit` to raise again."""
+        writes = self._writes[step]
+        if writes:
+            done, running = ray.wait(writes, num_returns=len(writes), timeout=0)
+            for write in done:
+                self._fetch(write)
+            self._writes[step] = running
 
     def _forget(self, step: int) -> None:
         with self._lock:
             self._writes.pop(step, None)
 
     def _call(self, method: str, *args: Any) -> Any:
+        self._check_open()
         return self._fetch(getattr(self._sink, method).remote(*args))
 
     def _fetch(self, ref: Any) -> Any:
         try:
             return fetch(ref)
-        except LOST as error:
+        except DEAD as error:
+            self._check_open()
             raise SinkDiedError(
                 f"the actor that writes {self._root} died ({first_line(error)}). Committed steps are intact; open the "
                 "dataset again and repeat the steps that were not committed"

@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 class ActorSlot:
     """Holds an actor and the samples it is busy with. Several streams of the pool share a slot.
 
-    `start` begins a new actor and returns its handle and the reference of its `load`, which brings the current weights.
+    `start` begins a new actor and returns its handle and the reference of its `load`, which brings the current weights
+    and whose answer becomes `info`. `handle` and `loading` change when the actor is replaced, by any thread: to use the
+    actor ask for `ready_handle`.
     """
 
     def __init__(self, index: int, start: Callable[[], tuple[Any, Any]], max_attempts: int) -> None:
@@ -28,10 +30,13 @@ class ActorSlot:
         self._lock = threading.Lock()
         self._deaths = 0
         self._closed = False
+        self.info: Any = None
         self.handle, self.loading = start()
 
-    def is_ready(self) -> bool:
-        """Whether the actor has its model; replaces one that died while loading.
+    def ready_handle(self) -> Any:
+        """The actor, once it has its model, else None; replaces one that died while loading.
+
+        Whoever uses the answer meets a loaded actor or a dead one, never one that has no model yet.
 
         Raises:
             Exception: what loading raised, in its own type.
@@ -39,18 +44,19 @@ class ActorSlot:
         with self._lock:
             handle, loading = self.handle, self.loading
         if loading is None:
-            return True
+            return handle
         if not ray.wait([loading], timeout=0, fetch_local=False)[0]:
-            return False
+            return None
         try:
-            fetch(loading)
+            info = fetch(loading)
         except LOST as error:
             self.replace(handle, error)
-            return False
+            return None
         with self._lock:
-            if self.handle is handle:
-                self.loading = None
-        return self.loading is None
+            if self.handle is not handle:
+                return None
+            self.loading, self.info = None, info
+            return handle
 
     def assigned(self, samples: int) -> None:
         """Count `samples` more as outstanding; negative when they were cancelled or lost."""

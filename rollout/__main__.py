@@ -51,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="check every file, checksum and row; exit code 1 on problems")
     verify.add_argument("dir", metavar="DIR")
+
+    commands.add_parser("families", help="which model families are served, how fast, captured and replayed")
     return parser
 
 
@@ -68,8 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             raise
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"error: {_one_line(error)}\n")
         return 1
+
+
+def _one_line(error: Exception) -> str:
+    from pydantic import ValidationError
+
+    from rollout.sampling import readable
+
+    return readable(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -91,15 +91,24 @@ def slot_attention(
 
 
 def _reach(module: Any, window: int | None) -> Reach:
-    """From the window the layer passes, and the kind its config names; the two must agree."""
+    """From the window that the layer passes, or that its config has for the kind of layer."""
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else None
     if kind == "chunked_attention":
         return Reach(chunk=module.config.attention_chunk_size)
-    if kind == "sliding_attention" and window is None:
-        raise ValueError(f"{type(module).__name__} of a sliding layer passes no window to attention")
+    if window is None and kind == "sliding_attention":
+        window = getattr(config, "sliding_window", None)  # qwen2_moe builds it into the mask alone
+    if window is None and (kind == "sliding_attention" or (kind is None and _masked_by_window(config))):
+        raise ValueError(f"{type(module).__name__} passes no window to attention, which its config has")
     return Reach(window=window)
+
+
+def _masked_by_window(config: Any) -> bool:
+    """A window shorter than the longest sequence. phimoe has it in its mask and nothing else tells; refused, since a
+    window too long for the self-test would be believed unseen."""
+    window, positions = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    return bool(window) and (positions is None or window < positions)
 
 
 def _stores(

@@ -124,34 +124,46 @@ class AttentionBatch:
         return self._masks[key]
 
 
+@dataclass
+class _Run:
+    """Neighbours in the batch that may share one view, and what a longer run must respect."""
+
+    spans: list[Span]
+    stride: int = 0
+    longest: int = 0
+    total: int = 0
+    room: int = 0
+
+    def __post_init__(self) -> None:
+        first = self.spans[0]
+        self.longest = self.total = first.kv_len
+        self.room = first.capacity
+
+    def extend(self, span: Span) -> bool:
+        """Take one more span, if its slots are as far from the last ones as those were, and its length is alike.
+
+        A run reads, and masks, slots behind a request's keys, but never another request's: these may hold NaN, and
+        0 * NaN is NaN.
+        """
+        last = self.spans[-1]
+        stride, longest = span.slot - last.slot, max(self.longest, span.kv_len)
+        total, room = self.total + span.kv_len, min(self.room, span.capacity)
+        read = (len(self.spans) + 1) * longest
+        even = stride > 0 and (len(self.spans) == 1 or stride == self.stride) and span.start == last.end
+        if not even or longest > room or read - total > MAX_MASKED * read:
+            return False
+        self.spans.append(span)
+        self.stride, self.longest, self.total, self.room = stride, longest, total, room
+        return True
+
+
 def _even_runs(spans: Sequence[Span]) -> list[list[Span]]:
-    """Runs of two or more neighbours in the batch whose slots have one distance and whose lengths are alike.
-
-    A run reads, and masks, slots behind a request's keys, but never another request's: these may hold NaN, and
-    0 * NaN is NaN.
-    """
-    runs: list[list[Span]] = []
+    """Runs of two or more decodes that share one strided view of the pool."""
+    runs: list[_Run] = []
     for span in spans:
-        if runs and _continues(runs[-1], span):
-            runs[-1].append(span)
-        else:
-            runs.append([span])
-    return [run for run in runs if len(run) > 1]
-
-
-def _continues(run: list[Span], span: Span) -> bool:
-    last = run[-1]
-    even = len(run) == 1 or span.slot - last.slot == last.slot - run[-2].slot
-    longest = max(span.kv_len, *(s.kv_len for s in run))
-    read = (len(run) + 1) * longest
-    wasted = read - span.kv_len - sum(s.kv_len for s in run)
-    return (
-        even
-        and span.slot > last.slot
-        and span.start == last.end
-        and longest <= min(span.capacity, *(s.capacity for s in run))
-        and wasted <= MAX_MASKED * read
-    )
+        if not runs or not runs[-1].extend(span):
+            runs.append(_Run([span]))
+    return [run.spans for run in runs if len(run.spans) > 1]
 
 
 def _group(run: list[Span]) -> DecodeGroup:

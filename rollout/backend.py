@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,6 +70,22 @@ class Finished(Protocol):
         """The Ray reference of the table, None when it is local."""
 
 
+class FinishedStream(Protocol):
+    """An iterator that can be left early."""
+
+    def __iter__(self) -> Iterator[Finished]:
+        """Itself."""
+
+    def __next__(self) -> Finished:
+        """Wait for the next finished traces."""
+
+    def close(self) -> None:
+        """Abort what is still being sampled; for the thread that iterates."""
+
+    def abort(self) -> None:
+        """End it from another thread: the iterator soon ends, with or without aborted traces."""
+
+
 class Backend(Protocol):
     """A generator of traces. Several threads may stream from one backend at once."""
 
@@ -81,8 +97,8 @@ class Backend(Protocol):
     def has_refs(self) -> bool:
         """Whether `Finished.ref` is a Ray reference."""
 
-    def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
-        """Yield traces as they finish, each request once, in any order. Closing the generator aborts the rest."""
+    def stream(self, requests: Sequence[SampleRequest]) -> FinishedStream:
+        """Traces as they finish, each request once, in any order. Closing the stream aborts the rest."""
 
     def update_weights(self, source: Any, version: int) -> None:
         """Replace the weights of an idle backend; refused whole when names or shapes do not fit."""

@@ -14,11 +14,18 @@ from rollout.config import EngineOptions
 from rollout.device import CpuStream, open_stream
 from rollout.engine import Engine
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
-from rollout.loader import LoadedModel, load_model
+from rollout.loader import LoadedModel, load_model, rope_types
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
 from rollout.scheduler import Request, Scheduler
-from rollout.self_test import MAX_ROWS, Reference, check_batch_invariance, check_engine, plain_forward
+from rollout.self_test import (
+    MAX_ROWS,
+    OWN_CACHE_PROMPT_LEN,
+    Reference,
+    check_batch_invariance,
+    check_engine,
+    plain_forward,
+)
 from rollout.weights import check_state_dict, copy_weights
 
 logger = logging.getLogger(__name__)
@@ -40,6 +47,8 @@ class BuiltEngine:
         self.engine.drain()  # a stream that was closed may have left its last step in flight
         if not self.engine.idle:
             raise RuntimeError("update_weights needs an idle engine: finish or close the running streams first")
+        if type(version) is not int or version >= 2**63:
+            raise ValueError(f"weight version is {version!r}, need an integer")
         if version <= self.engine.weight_version:
             raise ValueError(f"weight version {version} is not above the current {self.engine.weight_version}")
         tensors = check_state_dict(self.runner.model, source)
@@ -96,6 +105,7 @@ def _tested_runner(
 ) -> ModelRunner:
     """Switch the model to our attention and experts, over a pool just large enough for the self-test, and test it."""
     model = loaded.model
+    model.set_experts_implementation("eager")
     reference = stream.call(lambda: plain_forward(model, capturer, loaded.vocab_size, loaded.max_positions))
     plain_attention = model.config._attn_implementation
     use_slot_attention(model)
@@ -103,19 +113,20 @@ def _tested_runner(
     use_experts_implementation(model, experts)
     size = 2 * len(reference.tokens)
     runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant)
-    _choose_cache(runner, reference, plain_attention)
+    _choose_cache(runner, reference, plain_attention, loaded)
     if options.batch_invariant and runner.own_caches is None:
-        check_batch_invariance(runner, reference)
+        check_batch_invariance(runner, reference, options.max_batch_tokens)
     return runner
 
 
-def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str) -> None:
+def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel) -> None:
     """Keys and values in the pool, else the latents of a model that expands them, else the model's own cache.
 
     Each is tested; the last is slow, which is said once.
     """
     try:
         try:
+            _check_one_rope(runner)
             check_engine(runner, reference)
         except LatentCacheError:
             runner.pool.reset(latent=True)
@@ -124,8 +135,15 @@ def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: st
         runner.model.set_attn_implementation(plain_attention)
         runner.pool.reset(latent=False)
         runner.own_caches = OwnCacheForward(runner.model)
-        check_engine(runner, reference)
+        limits = loaded.vocab_size, loaded.max_positions, OWN_CACHE_PROMPT_LEN
+        check_engine(runner, runner.stream.call(lambda: plain_forward(runner.model, runner.capturer, *limits)))
         logger.warning("%s. It runs on its own cache instead: exact, but one forward per request and step", error)
+
+
+def _check_one_rope(runner: ModelRunner) -> None:
+    """`longrope` chooses its frequencies by the longest position of a forward, here a batch of strangers."""
+    if "longrope" in rope_types(runner.model):
+        raise ValueError(f"{type(runner.model).__name__} uses rope_type 'longrope', which looks at the whole batch")
 
 
 def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> ModelInfo:

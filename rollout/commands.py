@@ -67,9 +67,9 @@ def read_prompts(source: str) -> list[Any]:
         ValueError: the file is missing or holds no prompts, or a line does not fit, with its number.
     """
     if source == "-":
-        lines = sys.stdin.read().splitlines()
+        lines = sys.stdin.read().split("\n")
     elif Path(source).is_file():
-        lines = Path(source).read_text(encoding="utf-8").splitlines()
+        lines = Path(source).read_text(encoding="utf-8").split("\n")
     else:
         raise ValueError(f"prompts file {source!r} does not exist")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -86,6 +86,14 @@ def _json_prompt(source: str, number: int, line: str) -> Any:
         raise ValueError(
             f"{source} line {number}: need an object with 'prompt' or 'prompt_ids', got {line:.60}"
         ) from error
+
+
+def families(options: argparse.Namespace) -> int:
+    """Print how each model family is served."""
+    from rollout.families import family_table
+
+    Console().print(family_table())
+    return 0
 
 
 def inspect(options: argparse.Namespace) -> int:

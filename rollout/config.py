@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from rollout.sampling import StrictModel
 
@@ -17,7 +17,7 @@ class EngineOptions(StrictModel):
 
     Attributes:
         device: "cpu"; other devices are refused when the engine starts.
-        dtype: of weights and activations; "auto" is the checkpoint's own.
+        dtype: of weights and activations; "auto" is the checkpoint's own. A torch.dtype is fine too.
         max_running_requests: sequences decoded together.
         max_batch_tokens: tokens of one forward; longer prompts are computed in chunks.
         kv_tokens: size of the key/value pool in tokens. Default: `max_running_requests` full sequences, at most 2 GiB.
@@ -36,5 +36,19 @@ class EngineOptions(StrictModel):
     disable_overlap_schedule: bool = False
     enable_return_routed_experts: bool = True
     batch_invariant: bool = False
-    num_threads: int = Field(1, ge=1)
+    num_threads: int = Field(1, ge=1, le=256)
     experts_implementation: Literal["hit_experts", "eager", "grouped_mm", "batched_mm"] = "hit_experts"
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _torch_dtype(cls, value: Any) -> Any:
+        return value if isinstance(value, str) else str(value).removeprefix("torch.")
+
+    @model_validator(mode="after")
+    def _threads_keep_bits(self) -> EngineOptions:
+        if self.batch_invariant and self.num_threads > 2:
+            raise ValueError(
+                f"batch_invariant=True with num_threads={self.num_threads}: element-wise kernels split rows between "
+                "more than 2 threads, which changes last bits; use num_threads=1 or 2"
+            )
+        return self

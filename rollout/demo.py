@@ -42,7 +42,7 @@ def run_demo(out: str, console: Console) -> None:
     traces, seconds = sample_sums(out)
     dataset = TraceDataset(out)
     found = dataset.verify()
-    mismatch = replay_mismatch([dataset[trace.sample_id] for trace in traces], dataset)
+    mismatch = replay_mismatch(list(dataset.iter(step=traces[0].step)), dataset)
     console.print(_table(traces, seconds, dataset, found, mismatch))
     console.print(f"dataset: {Path(out).resolve()}", soft_wrap=True)
     console.print(f"next:    moe-rollout inspect {out}", soft_wrap=True)

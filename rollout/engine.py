@@ -19,7 +19,7 @@ from rollout.backend import SampleRequest
 from rollout.capture import RequestRoutes
 from rollout.model_runner import GenerationBatchResult, ModelRunner
 from rollout.rng import stream_key
-from rollout.scheduler import Request, Scheduler
+from rollout.scheduler import Request, Scheduler, Work
 from rollout.stops import StopChecker
 from storage.trace import RoutingSpec
 
@@ -80,8 +80,8 @@ class Engine:
         """No request waits or runs and no step is in flight."""
         return self._scheduler.idle and not self._in_flight
 
-    def add(self, request: SampleRequest) -> Request:
-        """Queue one request."""
+    def new_request(self, request: SampleRequest) -> Request:
+        """A request under the current weights, to be queued with `add`."""
         entry = Request(
             request=request,
             stop=StopChecker(request.sampling_params, self._eos_token_ids, self._tokenizer),
@@ -89,10 +89,18 @@ class Engine:
             routes=None,
             weight_version=self.weight_version,
         )
-        if self._runner.capturer is not None:
-            entry.routes = RequestRoutes(self._spec, entry.max_rows)
-        self._scheduler.add(entry)
         return entry
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that cannot be set up ends at once with its error."""
+        try:
+            if self._runner.capturer is not None:
+                request.routes = RequestRoutes(self._spec, request.max_rows)
+        except Exception as error:
+            self._scheduler.add(request)
+            self._end_with(request, error)
+        else:
+            self._scheduler.add(request)
 
     def overlap_loop(self) -> None:
         """One turn: launch the next step, then process the one before it."""
@@ -123,39 +131,48 @@ class Engine:
         if not batch:
             return
         step = self.stats.forwards
+        try:
+            result = self._runner.launch(step, batch)
+        except Exception as error:
+            self._fail(step, batch, error)
+            return
         tokens = sum(work.length for work in batch)
         self.stats.forwards += 1
         self.stats.tokens += tokens
-        self._in_flight.append(self._runner.launch(step, batch))
+        self._in_flight.append(result)
         self.stats.events.append(StepEvent("launch", step, time.perf_counter(), tokens))
 
     def _process(self, result: GenerationBatchResult) -> None:
         try:
             result.finalize()
         except Exception as error:
-            self._fail(result, error)
+            self._fail(result.step, result.batch, error)
             return
         self.stats.events.append(StepEvent("finalize", result.step, time.perf_counter(), 0))
-        sampled = iter(_host_outputs(result))
-        for work in result.batch:
-            if work.samples:
-                self._deliver(work.request, *next(sampled))
-            elif work.request.max_tokens == 0 and work.start + work.length == work.request.prompt_len:
-                self._finish(work.request, "length", None)
+        for work, output in zip([w for w in result.batch if w.samples], _host_outputs(result), strict=True):
+            self._deliver(work.request, *output)
 
     def _deliver(self, request: Request, token: int, logprob: float, raw_logprob: float) -> None:
         if request.finish_reason is not None:
             self.stats.dropped_tokens += 1
-            return
-        if math.isnan(raw_logprob):
-            request.error = f"the model's logits for completion token {len(request.output_ids)} are not finite"
-            self._finish(request, "error", None)
-            return
+        elif not (math.isfinite(raw_logprob) and math.isfinite(logprob)):
+            at = f"completion token {len(request.output_ids)}"
+            self._end_with(request, ValueError(f"the model's logits for {at} are not finite"))
+        elif request.max_tokens == 0:
+            self._finish(request, "length", None)
+        else:
+            self._append(request, token, logprob, raw_logprob)
+
+    def _append(self, request: Request, token: int, logprob: float, raw_logprob: float) -> None:
         self.stats.sampled_tokens += 1
         request.output_ids.append(token)
         request.logprobs.append(logprob)
         request.raw_logprobs.append(raw_logprob)
-        ended = request.stop(request.output_ids)
+        try:
+            ended = request.stop(request.output_ids)
+        except Exception as error:  # a tokenizer's, say: it ends this request, not its neighbours
+            self._end_with(request, error)
+            return
         if ended is not None:
             self._finish(request, *ended)
 
@@ -170,12 +187,15 @@ class Engine:
         self._scheduler.release(request)
         self._on_finish(request)
 
-    def _fail(self, result: GenerationBatchResult, error: Exception) -> None:
+    def _end_with(self, request: Request, error: Exception) -> None:
+        request.error = f"{type(error).__name__}: {error}"
+        self._finish(request, "error", None)
+
+    def _fail(self, step: int, batch: list[Work], error: Exception) -> None:
         """A step that failed ends its own requests, with the reason; the others go on."""
-        logger.error("step %d failed: %s", result.step, error, exc_info=error)
-        for request in {id(work.request): work.request for work in result.batch}.values():
-            request.error = f"{type(error).__name__}: {error}"
-            self._finish(request, "error", None)
+        logger.error("step %d failed: %s", step, error, exc_info=error)
+        for work in batch:
+            self._end_with(work.request, error)
 
 
 def _host_outputs(result: GenerationBatchResult) -> list[tuple[int, float, float]]:

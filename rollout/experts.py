@@ -7,15 +7,19 @@ from there on a row's bits do not depend on how many rows share the product (che
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 MIN_ROWS = 16
 # silu and sigmoid compute the last elements of a tensor, those that fill no pair of SIMD registers, in other last bits.
 # A multiple of 32 rows leaves none.
 ROW_MULTIPLE = 32
+_PRODUCTS = frozenset({F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
 
 
 class Groups(NamedTuple):
@@ -71,7 +75,9 @@ def _by_expert(
 ) -> torch.Tensor:
     tokens, slots = top_k_index.shape
     groups = group_by_expert(top_k_index, self.num_experts, min_rows)
-    rows = hidden.new_zeros(groups.size + -groups.size % row_multiple, hidden.shape[-1])
+    height = groups.size + -groups.size % row_multiple
+    make = hidden.new_empty if height == len(groups.row) else hidden.new_zeros  # padding must be finite
+    rows = make(height, hidden.shape[-1])
     rows[groups.row] = hidden.repeat_interleave(slots, dim=0)
     projected = _grouped_linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups)
     activated = self._apply_gate(projected) if self.has_gate else self.act_fn(projected)
@@ -99,3 +105,27 @@ def use_experts_implementation(model: Any, name: str) -> None:
     ALL_EXPERTS_FUNCTIONS.register("hit_experts", hit_experts)
     ALL_EXPERTS_FUNCTIONS.register("batch_invariant_experts", batch_invariant_experts)
     model.set_experts_implementation(name)
+    if name == "batch_invariant_experts":
+        for module in model.modules():
+            if type(module).__name__.endswith("Experts") and not hasattr(module, "has_gate"):
+                module.forward = _with_padded_products(module.forward)
+
+
+class _PaddedProducts(TorchFunctionMode):
+    """Gives each matrix product in it a multiple of 32 rows: for the few families (dbrx, jetmoe, longcat_flash) whose
+    experts do not go through transformers' experts interface."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or args[0].ndim != 2 or len(args[0]) % ROW_MULTIPLE == 0:
+            return func(*args, **kwargs)
+        rows = len(args[0])
+        return func(F.pad(args[0], (0, 0, 0, -rows % ROW_MULTIPLE)), *args[1:], **kwargs)[:rows]
+
+
+def _with_padded_products(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def padded(*args: Any, **kwargs: Any) -> Any:
+        with _PaddedProducts():
+            return forward(*args, **kwargs)
+
+    return padded

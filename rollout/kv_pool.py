@@ -64,10 +64,19 @@ class KVPool:
         self.latent = False
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self._offsets = torch.zeros(0, dtype=torch.int64)
 
-    def get_seq_length(self, *_: Any) -> int:
-        """Refused: in a flattened batch there is no one length, positions are given."""
-        raise ValueError("this model derives positions from its cache's length; it cannot run on the slot pool")
+    def get_seq_length(self, *_: Any) -> torch.Tensor:
+        """`[tokens]`: for each token of the step its position less its index in the batch.
+
+        A model that computes `arange(tokens) + get_seq_length()` gets the positions; any other use of a tensor where
+        one length was expected fails, or differs in the self-test.
+        """
+        return self._offsets
+
+    def begin(self, position_ids: torch.Tensor) -> None:
+        """Start a step over tokens at these positions, int64 `[tokens]`."""
+        self._offsets = position_ids - torch.arange(len(position_ids))
 
     def update(
         self,
@@ -104,9 +113,18 @@ class KVPool:
         return sum(store[0].nbytes for store in (*self.keys.values(), *self.values.values()))
 
     def resize(self, size: int) -> None:
-        """Change the number of slots; what they held is forgotten."""
+        """Change the number of slots; what they held is forgotten.
+
+        Raises:
+            ValueError: the memory for them cannot be had.
+        """
         self.size = size
-        self.reset(self.latent)
+        try:
+            for store in (self.keys, self.values):
+                for layer, old in store.items():
+                    store[layer] = _lazy_zeros((size, *old.shape[1:]), old.dtype)
+        except MemoryError as error:
+            raise ValueError(f"kv_tokens={size} does not fit into memory ({error}); choose a smaller pool") from error
 
     def clear(self, slot: int, count: int) -> None:
         """Zero `count` slots in all layers. Grouped attention reads slots that it masks, and 0 * NaN is NaN."""

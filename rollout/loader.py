@@ -44,6 +44,7 @@ def load_model(path: str, dtype: str) -> LoadedModel:
     config = _load_config(path)
     _check_routers(path, config)
     model = _load_weights(path, dtype).eval().requires_grad_(False)
+    _check_rope(path, model)
     text = config.get_text_config()
     return LoadedModel(
         model=model,
@@ -60,7 +61,7 @@ def _load_weights(path: str, dtype: str) -> Any:
     try:
         with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, use_safetensors=True, output_loading_info=True
+                path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
     except SafetensorError as error:
         raise ValueError(
@@ -91,7 +92,7 @@ def load_tokenizer(path: str) -> Any:
     """The checkpoint's tokenizer, or None when a local checkpoint ships none."""
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
         return None
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def _check_files(path: str) -> None:
@@ -114,7 +115,11 @@ def _check_files(path: str) -> None:
 
 def _load_config(path: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"model {path!r} is no directory in {Path.cwd()}, and as a hub id it cannot be loaded: {error}"
+        ) from error
     except (ValueError, KeyError) as error:
         raise ValueError(f"model {path!r}: the installed transformers does not know this family ({error})") from error
 
@@ -123,9 +128,25 @@ def _check_routers(path: str, config: Any) -> None:
     """Build the model without memory and look for routers, before any weight is read."""
     try:
         with torch.device("meta"):
-            RoutingSpec.from_model(AutoModelForCausalLM.from_config(config))
+            RoutingSpec.from_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     except ValueError as error:
         raise ValueError(f"model {path!r}: {error}") from error
+
+
+def rope_types(model: Any) -> set[str]:
+    """Kinds of rotary embedding that the model uses."""
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    flat = [kind for found in kinds for kind in (found.values() if isinstance(found, dict) else [found])]
+    return {kind for kind in flat if isinstance(kind, str)}
+
+
+def _check_rope(path: str, model: Any) -> None:
+    """`dynamic` keeps the longest length ever seen in the module: every request would change its neighbours."""
+    if "dynamic" in rope_types(model):
+        raise ValueError(
+            f"model {path!r} uses rope_type 'dynamic', whose frequencies depend on the requests before; it cannot be "
+            "sampled reproducibly. Use a checkpoint with rope_type 'default', 'linear', 'llama3' or 'yarn'"
+        )
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

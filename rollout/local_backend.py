@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from rollout.backend import Finished, ModelInfo, SampleRequest
+from rollout.backend import ModelInfo, SampleRequest
 from rollout.build import BuiltEngine, build_engine
 from rollout.config import EngineOptions
 from rollout.scheduler import Request
@@ -23,6 +24,7 @@ from storage.schema import to_table
 from storage.trace import RoutingSpec, Trace
 
 logger = logging.getLogger(__name__)
+Outbox: TypeAlias = "queue.SimpleQueue[Request | BaseException]"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,57 @@ class LocalFinished:
         return to_table([self.trace], self.spec)
 
 
+class LocalStream(Iterator[LocalFinished]):
+    """The traces of one `LocalBackend.stream` call.
+
+    At most `window` requests are submitted and not yet taken, so a consumer that pauses holds a bounded number of
+    results. `close` is for the thread that iterates, `abort` for any other.
+    """
+
+    def __init__(self, backend: LocalBackend, requests: Sequence[SampleRequest]) -> None:
+        self._backend = backend
+        self._pending = deque(requests)
+        self._outbox: Outbox = queue.SimpleQueue()
+        self._submitted: list[list[Request]] = []
+        self._open = 0
+        self._aborted = False
+
+    def __next__(self) -> LocalFinished:
+        self._submit()
+        if not self._open:
+            raise StopIteration
+        ended = self._outbox.get()
+        if isinstance(ended, BaseException):
+            self._open = 0
+            self._pending.clear()
+            raise ended
+        self._open -= 1
+        return LocalFinished(self._backend.trace(ended), self._backend.info.spec)
+
+    def _submit(self) -> None:
+        window = self._backend.window
+        count = min(len(self._pending), window - self._open)
+        if count > window // 2 or (count and not self._open):
+            entries = self._backend.submit([self._pending.popleft() for _ in range(count)], self._outbox)
+            self._submitted.append(entries)
+            self._open += count
+            if self._aborted:
+                self._backend.abort(entries)
+
+    def abort(self) -> None:
+        """End all requests now, from any thread: the iterator yields the rest with finish_reason "abort"."""
+        self._aborted = True
+        for entries in list(self._submitted):
+            self._backend.abort(entries)
+
+    def close(self) -> None:
+        """Abort the rest and end the iteration."""
+        self._pending.clear()
+        if self._open:
+            self.abort()
+            self._open = 0
+
+
 class LocalBackend:
     """A Backend over one engine in this process.
 
@@ -58,12 +111,13 @@ class LocalBackend:
         self.options = EngineOptions(**engine_options)
         self._built: BuiltEngine = build_engine(str(model), self.options, self._on_finish)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._outboxes: dict[Request, queue.SimpleQueue[Request | BaseException]] = {}
+        self._outboxes: dict[Request, Outbox] = {}
         self._dead: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()  # no command is queued behind the one that stops the engine
         self._thread = threading.Thread(target=self._run, name="moe-rollout-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that computes while the interpreter ends would abort the process
 
     @property
     def info(self) -> ModelInfo:
@@ -80,25 +134,9 @@ class LocalBackend:
         """How many requests one stream keeps submitted: a consumer that pauses holds at most this many results."""
         return 2 * self.options.max_running_requests
 
-    def stream(self, requests: Sequence[SampleRequest]) -> Generator[Finished, None, None]:
-        """Yield each request's trace once, as they finish. Closing the generator aborts the rest."""
-        outbox: queue.SimpleQueue[Request | BaseException] = queue.SimpleQueue()
-        pending, open_requests = deque(requests), 0
-        submitted: list[Request] = []
-        try:
-            while pending or open_requests:
-                count = min(len(pending), self.window - open_requests)
-                if count > self.window // 2 or (count and not open_requests):
-                    self._submit([pending.popleft() for _ in range(count)], outbox, submitted)
-                    open_requests += count
-                finished = outbox.get()
-                if isinstance(finished, BaseException):
-                    raise finished
-                open_requests -= 1
-                yield LocalFinished(self._trace(finished), self.info.spec)
-        finally:
-            if open_requests:
-                self._put(lambda: self._built.engine.abort(submitted))
+    def stream(self, requests: Sequence[SampleRequest]) -> LocalStream:
+        """Each request's trace once, as they finish. Closing the stream aborts the rest."""
+        return LocalStream(self, requests)
 
     def update_weights(self, source: Any, version: int) -> None:
         """Copy a state dict (names as in `model.state_dict()`) into the idle engine; rows from now on carry `version`.
@@ -109,11 +147,6 @@ class LocalBackend:
         """
         self._call(lambda: self._built.update_weights(source, version))
 
-    def abort(self, sample_ids: Collection[str]) -> None:
-        """End these requests now, from any thread; their streams yield them with finish_reason "abort"."""
-        wanted = set(sample_ids)
-        self._put(lambda: self._built.engine.abort([r for r in self._outboxes if r.request.sample_id in wanted]))
-
     def close(self) -> None:
         """Abort what runs, stop both threads. Streams that wait get the aborted traces."""
         with self._lock:
@@ -121,20 +154,34 @@ class LocalBackend:
                 self._closed = True
                 self._commands.put(None)
         self._thread.join()
+        atexit.unregister(self.close)
 
-    def _submit(
-        self,
-        requests: list[SampleRequest],
-        outbox: queue.SimpleQueue[Any],
-        submitted: list[Request],
-    ) -> None:
+    def submit(self, requests: Sequence[SampleRequest], outbox: Outbox) -> list[Request]:
+        """Queue requests for the engine; each comes back through `outbox` when it has ended, or the error that ended
+        the engine does. The list fills as the engine takes them.
+
+        Raises:
+            RuntimeError: this engine is closed.
+        """
+        entries: list[Request] = []
+
         def add() -> None:
             for request in requests:
-                entry = self._built.engine.add(request)
-                submitted.append(entry)
+                try:
+                    entry = self._built.engine.new_request(request)
+                except Exception as error:  # the call's, not the engine's
+                    outbox.put(error)
+                    return
+                entries.append(entry)
                 self._outboxes[entry] = outbox
+                self._built.engine.add(entry)
 
         self._post(add)
+        return entries
+
+    def abort(self, entries: list[Request]) -> None:
+        """End these requests now, from any thread; they come back with finish_reason "abort"."""
+        self._put(lambda: self._built.engine.abort(entries))
 
     def _post(self, command: Callable[[], None]) -> None:
         if not self._put(command):
@@ -197,22 +244,24 @@ class LocalBackend:
                 return False
             command()
 
-    def _trace(self, request: Request) -> Trace:
+    def trace(self, request: Request) -> Trace:
+        """The trace of an ended request; its arrays are read-only, as they are over Ray."""
         params = request.request.sampling_params
+        text = self._text_or_error(request)
         return Trace(
             sample_id=request.request.sample_id,
             step=request.request.step,
             prompt_ids=list(request.request.prompt_ids),
             completion_ids=request.output_ids,
-            logprobs=np.array(request.logprobs, np.float32),
-            raw_logprobs=np.array(request.raw_logprobs, np.float32),
+            logprobs=_frozen(np.array(request.logprobs, np.float32)),
+            raw_logprobs=_frozen(np.array(request.raw_logprobs, np.float32)),
             routed_experts=self._routes(request),
             finish_reason=request.finish_reason or "error",
             stop_reason=request.stop_reason,
             weight_version=request.weight_version,
             seed=request.request.seed,
             sampling_params=params.model_dump(mode="json"),
-            text=self._text(request),
+            text=text,
             metadata=request.request.metadata,
             error=request.error,
         )
@@ -223,7 +272,15 @@ class LocalBackend:
         ended_early = request.finish_reason in ("abort", "error")
         if request.routes is None or (ended_early and not request.output_ids):
             return None
-        return request.routes.take(request.prompt_len + len(request.output_ids) - 1 if ended_early else None)
+        limit = request.prompt_len + len(request.output_ids) - 1 if ended_early else None
+        return _frozen(request.routes.take(limit))
+
+    def _text_or_error(self, request: Request) -> str | None:
+        try:
+            return self._text(request)
+        except Exception as error:  # a tokenizer that cannot decode what the model drew: this request's error alone
+            request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
+            return None
 
     def _text(self, request: Request) -> str | None:
         tokenizer = self._built.tokenizer
@@ -234,3 +291,8 @@ class LocalBackend:
             return text
         before = tokenizer.decode(request.output_ids[:-1], skip_special_tokens=True)
         return cut_at_stop(text, request.stop_reason, len(before.rstrip(PARTIAL)))
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array

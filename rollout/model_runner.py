@@ -153,6 +153,7 @@ class ModelRunner:
         if self.own_caches is not None:
             spans, rows = batch.attention.spans, batch.logits_rows.tolist()
             return self.own_caches.logits(batch.input_ids, batch.position_ids, spans, rows)
+        self.pool.begin(batch.position_ids)
         output = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],

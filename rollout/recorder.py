@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 from rollout.backend import Finished
@@ -10,6 +12,12 @@ from storage.trace import RoutingSpec, Trace
 from storage.writer import TraceWriter
 
 ROW_GROUP_SAMPLES = 16
+
+
+def _snapshot(trace: Trace, reward: float | None) -> Trace:
+    """The trace as it is now: the caller gets the original and may change it before it is encoded. Arrays are shared,
+    they are read-only."""
+    return replace(trace, reward=reward, metadata=deepcopy(trace.metadata), sampling_params=dict(trace.sampling_params))
 
 
 class LocalRecorder:
@@ -31,8 +39,7 @@ class LocalRecorder:
             pending = self._pending.setdefault(step, [])
             for trace in finished.traces():
                 if trace.finish_reason != "error":
-                    trace.reward = (rewards or {}).get(trace.sample_id, trace.reward)
-                    pending.append(trace)
+                    pending.append(_snapshot(trace, (rewards or {}).get(trace.sample_id, trace.reward)))
             if len(pending) >= ROW_GROUP_SAMPLES:
                 self._flush(step)
 

@@ -22,7 +22,9 @@ class ReplayReport:
 
     Attributes:
         sites_used: sites whose forward ran under replay, of `num_sites`.
-        rows: tokens forwarded per site; missing_share: those without a recorded row, which kept their native choice.
+        rows: tokens forwarded per site, padding too.
+        missing_share: share of the rows that a full recording has which were absent and kept their native choice;
+            padding and the last sampled token of a sequence have none.
         flipped_share: share of forced (token, site) pairs whose live choice is another *set* of experts.
         flipped_per_site: the same by site.
         reordered_share: share with the same set in another order.
@@ -76,6 +78,8 @@ class RouterReplay:
     """
 
     def __init__(self, model: Any) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"RouterReplay takes a loaded model, got {type(model).__name__}")
         self._model = model
         self._routers = find_routers(model)
         for router in self._routers:
@@ -92,13 +96,13 @@ class RouterReplay:
         Raises:
             ValueError: ids of another shape, out of range, or twice in a row, before any forward; in the forward,
                 a number of tokens other than the rows.
-            RuntimeError: on leaving, when some sites ran and others did not.
+            RuntimeError: on leaving, when not every site ran: the forward was cut short, or was another model's.
         """
-        ids, mask = self._rows_of(batch)
-        self._counts = _Counts(self.spec.num_sites)
-        with wrapped_forwards(self._routers, lambda site, forward: self._forced(site, forward, ids, mask)):
+        rows = _Rows(*self._rows_of(batch))
+        self._counts = _Counts(self.spec.num_sites, missing=_missing_share(batch))
+        with wrapped_forwards(self._routers, lambda site, forward: self._forced(site, forward, rows)):
             yield batch
-        self._counts.check_all_or_none([site.name for site in self.spec.sites])
+        self._counts.check_all_ran([site.name for site in self.spec.sites])
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorded]:
@@ -130,8 +134,13 @@ class RouterReplay:
         if isinstance(batch, ReplayBatch):
             ids = batch.routed_experts.reshape(-1, *batch.routed_experts.shape[2:])
             mask = batch.route_mask.reshape(-1)
+        elif isinstance(batch, np.ndarray):
+            ids, mask = batch, None
         else:
-            ids, mask = np.asarray(batch), None
+            raise TypeError(
+                f"replay takes a ReplayBatch or ids [rows, sites, K], got {type(batch).__name__}; "
+                "ReplayBatch.collate(traces, spec=replay.spec) makes a batch of traces"
+            )
         ids = self.spec.check_routes(ids, name="replay")
         self._check_distinct(ids, mask)
         return torch.from_numpy(ids.copy()), None if mask is None else torch.from_numpy(mask.copy())
@@ -150,19 +159,36 @@ class RouterReplay:
                     "a row that was not recorded must be masked, not filled"
                 )
 
-    def _forced(self, site: int, forward: RouterForward, ids: torch.Tensor, mask: torch.Tensor | None) -> RouterForward:
+    def _forced(self, site: int, forward: RouterForward, rows: _Rows) -> RouterForward:
+        name, _, _, top_k = self.spec.sites[site]
+
         def replaying(*args: Any, **kwargs: Any) -> Any:
             device = args[0].device if args else next(iter(kwargs.values())).device
-            wide = ids[:, site, : self.spec.sites[site].top_k].to(device, torch.int64)
-            live = None if mask is None else mask.to(device)
-            with ForcedSelection(wide, live, self.spec.sites[site].name) as selection:
+            ids, mask = rows.on(device)
+            wide = ids[:, site, :top_k].to(
+                torch.int64
+            )  # one site at a time: int64 ids of all would be 8 times as large
+            with ForcedSelection(wide, mask, name) as selection:
                 out = forward(*args, **kwargs)
             if selection.native is None:
-                raise RuntimeError(f"router {self.spec.sites[site].name} did not select; nothing was forced")
-            self._counts.add(site, selection.native, wide, live)
+                raise RuntimeError(f"router {name} did not select; nothing was forced")
+            self._counts.add(site, selection.native, wide, mask)
             return out
 
         return replaying
+
+
+class _Rows:
+    """Ids `[rows, sites, K]` and mask `[rows]` of one context, moved to a device once."""
+
+    def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        self._ids, self._mask = ids, mask
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._ids.device != device:
+            self._ids = self._ids.to(device)
+            self._mask = None if self._mask is None else self._mask.to(device)
+        return self._ids, self._mask
 
 
 def _is_checkpointing(model: Any) -> bool:
@@ -171,10 +197,18 @@ def _is_checkpointing(model: Any) -> bool:
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
 
+def _missing_share(batch: ReplayBatch | np.ndarray) -> float:
+    if not isinstance(batch, ReplayBatch):
+        return 0.0
+    due = int(batch.attention_mask.sum()) - int(batch.completion_mask.any(-1).sum())
+    return 1 - int(batch.route_mask.sum()) / due if due else 0.0
+
+
 class _Counts:
     """Per-site counters that stay on the device until they are read."""
 
-    def __init__(self, num_sites: int) -> None:
+    def __init__(self, num_sites: int, missing: float = 0.0) -> None:
+        self._missing = missing
         self._rows = [0] * num_sites
         self._sums: list[torch.Tensor | None] = [None] * num_sites
 
@@ -188,9 +222,13 @@ class _Counts:
         self._sums[site] = sums if previous is None else previous + sums
         self._rows[site] += len(forced)
 
-    def check_all_or_none(self, names: list[str]) -> None:
+    def check_all_ran(self, names: list[str]) -> None:
         unused = [name for name, rows in zip(names, self._rows, strict=True) if not rows]
-        if unused and len(unused) != len(names):
+        if len(unused) == len(names):
+            raise RuntimeError(
+                "nothing was replayed: forward the model that RouterReplay was made of, not a copy of it"
+            )
+        if unused:
             raise RuntimeError(
                 f"replay reached {len(names) - len(unused)} sites but not {unused[:3]}; was the forward cut short?"
             )
@@ -198,12 +236,11 @@ class _Counts:
     def report(self) -> ReplayReport:
         sums = [[0, 0, 0] if s is None else s.tolist() for s in self._sums]
         forced, flipped, reordered = (sum(column) for column in zip(*sums, strict=True))
-        rows = sum(self._rows)
         return ReplayReport(
             sites_used=sum(count > 0 for count in self._rows),
             num_sites=len(self._rows),
             rows=max(self._rows),
-            missing_share=1 - forced / rows if rows else 0.0,
+            missing_share=self._missing,
             flipped_share=flipped / forced if forced else 0.0,
             flipped_per_site=[s[1] / s[0] if s[0] else 0.0 for s in sums],
             reordered_share=reordered / forced if forced else 0.0,

@@ -6,6 +6,7 @@ import json
 import operator
 import secrets
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,28 @@ from rollout.backend import ModelInfo, SampleRequest
 from rollout.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """Arguments of one call, checked; a step and a number within it make them requests."""
+
+    run: str
+    num_samples: int
+    prompt_ids: list[tuple[int, ...]]
+    sampling_params: list[SamplingParams]
+    prompt_keys: list[str] | None
+    metadata: list[dict[str, Any]]
+
+    def requests(self, step: int, call: int) -> list[SampleRequest]:
+        """In prompt order, the samples of one prompt side by side."""
+        keys = self.prompt_keys or [f"{call}-{index}" for index in range(len(self.prompt_ids))]
+        prompts = zip(keys, self.prompt_ids, self.sampling_params, self.metadata, strict=True)
+        return [
+            SampleRequest(f"{self.run}/{step}/{key}/{j}", step, ids, params, deepcopy(facts))
+            for key, ids, params, facts in prompts
+            for j in range(self.num_samples)
+        ]
 
 
 @dataclass(frozen=True)
@@ -28,56 +51,36 @@ class RequestBuilder:
     run: str
     load_tokenizer: Callable[[], Any]
 
-    def build(
+    def check(
         self,
         prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        step: int,
-        call: int,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_keys: Sequence[str] | None = None,
-        metadata: Sequence[dict[str, Any]] | None = None,
-    ) -> list[SampleRequest]:
-        """Requests in prompt order, the samples of one prompt side by side.
+        metadata: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+    ) -> CheckedCall:
+        """Everything of a call but its step.
 
         Raises:
             ValueError, TypeError: naming the index of the prompt that does not fit, and why.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
             raise TypeError(f"prompts must be a non-empty list of strings or token id lists, got {prompts!r:.80}")
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}, need at least 1")
+        if not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples!r}, need an integer of at least 1")
         count = len(prompts)
         params = _per_prompt(
             "sampling_params", SamplingParams() if sampling_params is None else sampling_params, count, SamplingParams
         )
         facts = _per_prompt("metadata", {} if metadata is None else metadata, count, dict)
-        keys = self._keys(prompt_keys, count, call)
+        keys = None if prompt_keys is None else _checked_keys(prompt_keys, count)
         ids = [self._prompt_ids(index, prompt) for index, prompt in enumerate(prompts)]
         for index in range(count):
             self._check(index, ids[index], params[index])
             _check_json(index, facts[index])
         drawn = {"seed": secrets.randbits(62)}  # here, not in an engine: a retry elsewhere continues the same stream
         seeded = [p if p.seed is not None else p.model_copy(update=drawn) for p in params]
-        return [
-            SampleRequest(f"{self.run}/{step}/{keys[i]}/{j}", step, ids[i], seeded[i], facts[i])
-            for i in range(count)
-            for j in range(num_samples)
-        ]
-
-    @staticmethod
-    def _keys(prompt_keys: Sequence[str] | None, count: int, call: int) -> list[str]:
-        if prompt_keys is None:
-            return [f"{call}-{index}" for index in range(count)]
-        keys = [str(key) for key in prompt_keys]
-        if len(keys) != count or len(set(keys)) != count:
-            raise ValueError(
-                f"prompt_keys must be {count} different strings, one per prompt, got {len(set(keys))} different"
-            )
-        for key in keys:
-            if not key or "/" in key:
-                raise ValueError(f"prompt key {key!r} is empty or has a '/'; it becomes a part of the sample_id")
-        return keys
+        return CheckedCall(self.run, num_samples, ids, seeded, keys, facts)
 
     def _prompt_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
         try:
@@ -124,6 +127,18 @@ def _check_json(index: int, metadata: dict[str, Any]) -> None:
         json.dumps(metadata, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata of prompt {index} is {metadata!r:.80}, need JSON values: {error}") from error
+
+
+def _checked_keys(prompt_keys: Sequence[str], count: int) -> list[str]:
+    keys = [str(key) for key in prompt_keys]
+    if len(keys) != count or len(set(keys)) != count:
+        raise ValueError(
+            f"prompt_keys must be {count} different strings, one per prompt, got {len(set(keys))} different"
+        )
+    for key in keys:
+        if not key or "/" in key or not key.isprintable():
+            raise ValueError(f"prompt key {key!r} is empty, has a '/' or unprintable characters; it names the sample")
+    return keys
 
 
 def _per_prompt(name: str, given: Any, count: int, kind: type) -> list[Any]:

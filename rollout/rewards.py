@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -73,9 +74,12 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
 
 def _checked(value: Any, trace: Trace) -> float:
     try:
-        return float(value)
+        reward = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"reward_fn returned {value!r} for {trace.sample_id}, need a float") from error
+    if not math.isfinite(reward):
+        raise ValueError(f"reward_fn returned {value!r} for {trace.sample_id}, need a finite float")
+    return reward
 
 
 def _named(error: Exception, trace: Trace) -> Exception:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+MIN_TEMPERATURE = 1e-5
 REMEDIES = {
     "n": "pass num_samples= to sample() instead",
     "best_of": "pass num_samples= to sample() and choose by reward",
@@ -14,6 +15,18 @@ REMEDIES = {
     "do_sample": "temperature=0 is greedy",
     "logprobs": "logprobs of sampled tokens are always recorded",
 }
+
+
+def readable(error: ValidationError) -> str:
+    """All problems of a pydantic error in one line: `top_p: Input should be greater than 0, got 0.0`."""
+    return "; ".join(_problem(item) for item in error.errors())
+
+
+def _problem(item: Any) -> str:
+    where = ".".join(map(str, item["loc"]))
+    what = item["msg"].removeprefix("Value error, ")
+    given = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
+    return f"{where}: {what}{given}" if where else what
 
 
 class StrictModel(BaseModel):
@@ -66,6 +79,13 @@ class SamplingParams(StrictModel):
     def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
             raise ValueError("a stop string must not be empty")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_tiny(cls, value: float) -> float:
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"a temperature below {MIN_TEMPERATURE} overflows float32; 0 is greedy")
         return value
 
     @model_validator(mode="after")

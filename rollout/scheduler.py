@@ -63,7 +63,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens `[start, start + length)` of one request in one step; `samples` when its last position is drawn from."""
+    """Tokens `[start, start + length)` of one request in one step; `samples` when its last position is drawn from.
+
+    A prompt-only request draws once too: the token is dropped, but logits that are not finite are seen.
+    """
 
     request: Request
     start: int
@@ -137,7 +140,7 @@ class Scheduler:
         else:
             return None
         request.computed += length
-        samples = not request.prefilling and request.sampled < request.max_tokens
+        samples = not request.prefilling and request.sampled < max(request.max_tokens, 1)
         request.sampled += samples
         return Work(request, start, length, samples)
 

@@ -23,6 +23,8 @@ from rollout.stops import StopChecker
 
 PROMPT_LEN = 24
 MAX_WINDOW = 64  # the prompt is made longer than windows up to here
+OWN_CACHE_PROMPT_LEN = 96  # compressed and sparse caches show their differences late
+MAX_ROWS_INVARIANT = 2048
 MAX_ROWS = 2 * (MAX_WINDOW + 8) + ROW_MULTIPLE  # of one forward here: two prompts, and padding
 # Mean |difference| of logits as a share of their spread. A wrong mask or scale is off by more than 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.04}
@@ -37,9 +39,12 @@ class Reference(NamedTuple):
 
 
 @torch.inference_mode()
-def plain_forward(model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int) -> Reference:
-    """One forward of the model as transformers runs it, on pseudo-random tokens."""
-    tokens = [(7919 * i + 13) % vocab_size for i in range(min(_prompt_len(model.config.get_text_config()), max_len))]
+def plain_forward(
+    model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int, min_len: int = PROMPT_LEN
+) -> Reference:
+    """One forward of the model as transformers runs it, on pseudo-random tokens, at least `min_len` if they fit."""
+    length = min(max(_prompt_len(model.config.get_text_config()), min_len), max_len)
+    tokens = [(7919 * i + 13) % vocab_size for i in range(length)]
     if capturer is not None:
         capturer.on_forward_begin()
     logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -106,8 +111,10 @@ def _check_routes(runner: ModelRunner, name: str, routes: np.ndarray, expected: 
         )
 
 
-def check_batch_invariance(runner: ModelRunner, reference: Reference) -> None:
-    """Require bit-equal logits whole, in chunks and beside another request.
+def check_batch_invariance(runner: ModelRunner, reference: Reference, max_batch_tokens: int) -> None:
+    """Require bit-equal logits whole, in chunks, beside another request and in a full batch.
+
+    A full batch is what it takes for element-wise kernels to split their work between threads.
 
     Raises:
         ValueError: this device, dtype or model does not give them.
@@ -117,10 +124,12 @@ def check_batch_invariance(runner: ModelRunner, reference: Reference) -> None:
     for chunk in (7, 1):
         if not torch.equal(engine_forward(runner, tokens, _chunks(len(tokens), chunk))[0], whole):
             raise ValueError(_not_invariant(runner, f"in chunks of {chunk}"))
-    beside = _works([tokens, tokens[::-1]], 0, len(tokens))
-    logits = _run(runner, beside)[0]
-    if not torch.equal(logits[: len(tokens)], whole):
-        raise ValueError(_not_invariant(runner, "beside another request"))
+    full = min(max_batch_tokens, MAX_ROWS_INVARIANT) // len(tokens)
+    for count, how in ((2, "beside another request"), (max(2, full), "in a full batch")):
+        runner.pool.resize(count * len(tokens))
+        logits = _run(runner, _works([tokens, *[tokens[::-1]] * (count - 1)], 0, len(tokens)))[0]
+        if not torch.equal(logits[: len(tokens)], whole):
+            raise ValueError(_not_invariant(runner, how))
 
 
 def _not_invariant(runner: ModelRunner, how: str) -> str:

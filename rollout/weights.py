@@ -27,14 +27,25 @@ def check_state_dict(model: Any, source: Any) -> dict[str, torch.Tensor]:
             f"weights do not fit this model: unknown {_some(unknown)}, missing {_some(missing)}; nothing was changed"
         )
     for name, tensor in source.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.shape != own[name].shape or not tensor.is_floating_point():
-            found = (
-                f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            )
+        if not _fits(tensor, own[name]):
+            found = type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                found = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout} on {tensor.device}"
             raise ValueError(
-                f"weight {name!r} is {found}, need floating point {tuple(own[name].shape)}; nothing was changed"
+                f"weight {name!r} is {found}, need dense floating point {tuple(own[name].shape)}; nothing was changed"
             )
     return dict(source)
+
+
+def _fits(tensor: Any, own: torch.Tensor) -> bool:
+    """Whether `own.copy_(tensor)` cannot fail."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == own.shape
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ class ReplayBatch:
 
     @classmethod
     def collate(
-        cls, traces: Sequence[Trace], *, spec: RoutingSpec, padding: str = "right", pad_token_id: int = 0
+        cls, traces: Iterable[Trace], *, spec: RoutingSpec, padding: str = "right", pad_token_id: int = 0
     ) -> ReplayBatch:
         """Pad `traces` at the "right" or at the "left".
 
@@ -64,6 +64,7 @@ class ReplayBatch:
         """
         if padding not in PADDINGS:
             raise ValueError(f"padding {padding!r} is not supported; supported: {', '.join(PADDINGS)}")
+        traces = list(traces)
         if not traces:
             raise ValueError("cannot collate an empty list of traces")
         for trace in traces:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from storage.errors import DamagedDataError
 from storage.manifest import Manifest, committed_steps, read_manifest, read_spec, step_directory
 from storage.part import PartReader
 from storage.schema import COLUMNS, trace_schema
@@ -76,7 +77,12 @@ class TraceDataset:
         if place is None:
             raise KeyError(f"{sample_id!r} is not among the {len(self)} samples of {self.root}")
         with PartReader(place.path, self._spec) as part:
-            return part.trace(place.row)
+            if place.row >= part.num_rows:
+                raise DamagedDataError(f"{place.path} ends before row {place.row}, where {sample_id!r} should be")
+            trace = part.trace(place.row)
+        if trace.sample_id != sample_id:
+            raise DamagedDataError(f"{place.path} row {place.row} is {trace.sample_id!r}, not {sample_id!r}")
+        return trace
 
     def __iter__(self) -> Iterator[Trace]:
         return self.iter()

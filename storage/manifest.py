@@ -27,6 +27,10 @@ _STEP_DIRECTORY = re.compile(r"step-(\d{9,})")
 _PART = re.compile(r"part-\d{5,}\.parquet")
 
 
+# What parsing hostile JSON can raise: OverflowError for Infinity, RecursionError for deep nesting.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
 @dataclass(frozen=True)
 class PartFile:
     """One Parquet file of a step: its name, size, digest and the samples in it, in row order."""
@@ -38,6 +42,8 @@ class PartFile:
     sample_ids: list[str]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(sample_id, str) for sample_id in self.sample_ids):
+            raise ValueError(f"{self.path} lists sample_ids that are no text")
         if not _PART.fullmatch(self.path):
             raise ValueError(f"path {self.path!r} is not a part file such as 'part-00000.parquet'")
         if self.rows != len(self.sample_ids):
@@ -81,7 +87,7 @@ def step_directory(root: Path, step: int) -> Path:
 def committed_steps(root: Path) -> list[int]:
     """Steps that have a manifest, ascending."""
     found = ((_STEP_DIRECTORY.fullmatch(entry.name), entry) for entry in root.iterdir())
-    return sorted(int(match[1]) for match, entry in found if match and (entry / MANIFEST_FILE).exists())
+    return sorted({int(match[1]) for match, entry in found if match and (entry / MANIFEST_FILE).exists()})
 
 
 def read_manifest(root: Path, step: int) -> Manifest:
@@ -91,7 +97,7 @@ def read_manifest(root: Path, step: int) -> Manifest:
         manifest = Manifest.from_json(path.read_text("utf-8"))
         if manifest.step != step:
             raise ValueError(f"it is the manifest of step {manifest.step}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise DamagedDataError(f"{path}: {type(error).__name__}: {error}") from error
     return manifest
 
@@ -118,7 +124,7 @@ def read_spec(root: Path) -> RoutingSpec:
         return RoutingSpec.from_json(json.dumps(raw["routing_spec"]))
     except FormatVersionError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise DamagedDataError(f"{path}: {type(error).__name__}: {error}") from error
 
 

@@ -142,6 +142,11 @@ class PartReader:
         """Row groups in the file."""
         return self._parquet.num_row_groups
 
+    @property
+    def num_rows(self) -> int:
+        """Samples in the file."""
+        return self._parquet.metadata.num_rows
+
     def row_group(self, group: int) -> pa.Table:
         """One row group."""
         with self._naming_the_file():

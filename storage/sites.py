@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from storage.trace import Site
 
-NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+NUM_EXPERTS = ("num_router_classes", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k")
 
 
@@ -59,7 +59,7 @@ def _declared_router_classes(model: Any) -> Iterator[type]:
 
 
 def _found(name: str, router: Any, parent: Any) -> FoundRouter:
-    num_experts = _first_int(router, NUM_EXPERTS) or _rows_of_weight(router)
+    num_experts = _num_ids(router) or _rows_of_weight(router)
     top_k = _first_int(router, TOP_K)
     owner = router
     if top_k is None:
@@ -70,6 +70,12 @@ def _found(name: str, router: Any, parent: Any) -> FoundRouter:
             "this family is not supported yet"
         )
     return FoundRouter(owner, Site(name, _layer_index(name), num_experts, top_k))
+
+
+def _num_ids(router: Any) -> int | None:
+    """The largest of the numbers that the router gives: beside experts it may choose to do nothing (longcat, zaya)."""
+    own = [value for name in NUM_EXPERTS if isinstance(value := getattr(router, name, None), int)]
+    return max(own) if own else _first_int(router, NUM_EXPERTS)
 
 
 def _first_int(module: Any, names: tuple[str, ...]) -> int | None:

@@ -9,6 +9,7 @@ staging is left alone unless the caller says that no writer runs there.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -35,17 +36,23 @@ class StagingDirectory:
         with staging_lock(root):
             self.path = _new_entry(root, f"{step:09d}")
             self.path.mkdir()
-            self._lock = _lock(self.path)
+            self._lock: int | None = _lock(self.path)
 
     def publish(self, target: Path) -> None:
         """Rename into place, atomically; OSError with ENOTEMPTY or EEXIST when `target` exists."""
         os.rename(self.path, target)
-        os.close(self._lock)
+        self._unlock()
 
     def remove(self) -> None:
         """Delete everything staged. A failure is logged: what stays is litter, never data."""
         _remove(self.path)
-        os.close(self._lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Once: the number of a closed descriptor may belong to another file by now."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
 
 def create_dataset(root: Path, spec: RoutingSpec) -> None:
@@ -60,6 +67,12 @@ def create_dataset(root: Path, spec: RoutingSpec) -> None:
             os.link(temporary, root / DATASET_FILE)
         temporary.unlink()
         fsync_directory(root)
+
+
+def check_writable(root: Path) -> None:
+    """PermissionError now, rather than after hours of sampling: read-only mounts and foreign directories."""
+    if not os.access(root / _STAGING, os.W_OK):
+        raise PermissionError(errno.EACCES, "the dataset cannot be written", str(root))
 
 
 def dead_staging(root: Path, *, all_hosts: bool = False) -> list[Path]:

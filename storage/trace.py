@@ -153,6 +153,11 @@ def expected_rows(prompt_len: int, completion_len: int, finish_reason: str) -> i
     return prompt_len if finish_reason in ("length", "stop") else 0
 
 
+def _int_list(tokens: Any) -> list[int]:
+    """Plain integers, whatever sequence they come in."""
+    return np.asarray(tokens, np.int64).tolist() if len(tokens) else []
+
+
 @dataclass
 class Trace:
     """One finished sequence.
@@ -205,8 +210,8 @@ class Trace:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self.prompt_ids = [int(token) for token in self.prompt_ids]
-        self.completion_ids = [int(token) for token in self.completion_ids]
+        self.prompt_ids = _int_list(self.prompt_ids)
+        self.completion_ids = _int_list(self.completion_ids)
         self.logprobs = np.asarray(self.logprobs, np.float32)
         if self.raw_logprobs is not None:
             self.raw_logprobs = np.asarray(self.raw_logprobs, np.float32)

@@ -22,7 +22,7 @@ from storage.manifest import committed_steps, fsync_directory, read_manifest, re
 from storage.open_step import OpenStep
 from storage.part import ROW_GROUP_SAMPLES
 from storage.schema import check_same_spec, conform, spec_of, table_problems, to_table
-from storage.staging import clean_staging, create_dataset, staging_lock
+from storage.staging import check_writable, clean_staging, create_dataset, staging_lock
 from storage.trace import RoutingSpec, Trace
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class TraceWriter:
     def __init__(self, root: str | os.PathLike[str], spec: RoutingSpec, *, max_part_bytes: int = 256 << 20) -> None:
         self.root, self.spec, self.max_part_bytes = Path(root), spec, max_part_bytes
         create_dataset(self.root, spec)
+        check_writable(self.root)
         check_same_spec(spec, read_spec(self.root), f"the dataset {self.root}")
         clean_staging(self.root)
         self._lock = threading.RLock()

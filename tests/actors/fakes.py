@@ -6,7 +6,8 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Collection, Generator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,16 @@ class InMemory:
 
 
 class FakeBackend:
-    """Samples one request after another.
+    """Samples one request of a stream after another.
 
     Options:
         journal: a folder; every started request leaves an empty file there, named after its sample.
         die_at, die_times: kill the process when it comes to this sample, as often as that (counted in the journal).
-        fail_at: raise ValueError at this sample.  load_error: raise FileNotFoundError instead of loading.
+        fail_at: raise ValueError at this sample.  error_at: answer this sample with finish_reason "error".
+        load_error: raise FileNotFoundError instead of loading.  load_seconds: how long loading takes.
     """
+
+    has_refs = False
 
     def __init__(
         self,
@@ -83,64 +87,48 @@ class FakeBackend:
         die_at: str | None = None,
         die_times: int = 1,
         fail_at: str | None = None,
+        error_at: str | None = None,
         load_error: str | None = None,
+        load_seconds: float = 0,
     ) -> None:
         if load_error:
             raise FileNotFoundError(load_error)
+        time.sleep(load_seconds)
         self.info = ModelInfo(SPEC, 100, 4096, "the fake's own limit", None, True)
+        self.version = 0
         self._journal = Path(journal) if journal else None
-        self._die_at, self._die_times, self._fail_at = die_at, die_times, fail_at
-        self._version = 0
-        self._aborted: set[str] = set()
-        self._closed = False
-        self._wake = threading.Event()
+        self._die_at, self._die_times, self._fail_at, self._error_at = die_at, die_times, fail_at, error_at
+        self._streams: list[FakeStream] = []
 
-    def stream(self, requests: Sequence[SampleRequest]) -> Generator[InMemory, None, None]:
-        for request in requests:
-            self._note("start", request.sample_id)
-            if request.sample_id == self._die_at and self._count("death") < self._die_times:
-                self._note("death", f"{os.getpid()}")
-                time.sleep(0.2)  # let what was yielded before reach the driver
-                os._exit(1)
-            if request.sample_id == self._fail_at:
-                raise ValueError(f"sample {request.sample_id} hit a bad kernel")
-            self._work(request)
-            yield InMemory([self._trace(request)])
+    def stream(self, requests: Sequence[SampleRequest]) -> FakeStream:
+        stream = FakeStream(self, requests)
+        self._streams.append(stream)
+        return stream
 
-    def _work(self, request: SampleRequest) -> None:
-        end = time.monotonic() + request.prompt_ids[1] / 1000
-        while not self._stopped(request) and (left := end - time.monotonic()) > 0:
-            self._wake.wait(left)
-
-    def _trace(self, request: SampleRequest) -> Trace:
-        if not self._stopped(request):
-            return expected_trace(request, self._version)
-        self._note("abort", request.sample_id)
-        return Trace(
-            sample_id=request.sample_id,
-            step=request.step,
-            prompt_ids=list(request.prompt_ids),
-            completion_ids=[],
-            logprobs=np.zeros(0, np.float32),
-            routed_experts=None,
-            finish_reason="abort",
-        )
-
-    def _stopped(self, request: SampleRequest) -> bool:
-        return self._closed or request.sample_id in self._aborted
-
-    def abort(self, sample_ids: Collection[str]) -> None:
-        self._aborted.update(sample_ids)
-        self._wake.set()
+    def answer(self, request: SampleRequest, stopped: threading.Event) -> Trace:
+        """What `request` ends in, after the time it takes or once `stopped`."""
+        self._note("start", request.sample_id)
+        if request.sample_id == self._die_at and self._count("death") < self._die_times:
+            self._note("death", f"{os.getpid()}")
+            time.sleep(0.2)  # let what was yielded before reach the driver
+            os._exit(1)
+        if request.sample_id == self._fail_at:
+            raise ValueError(f"sample {request.sample_id} hit a bad kernel")
+        if request.sample_id == self._error_at:
+            return empty_trace(request, "error", "no free slot")
+        if stopped.wait(request.prompt_ids[1] / 1000):
+            self._note("abort", request.sample_id)
+            return empty_trace(request, "abort")
+        return expected_trace(request, self.version)
 
     def update_weights(self, source: Any, version: int) -> None:
         if set(source) != {"w"}:
             raise ValueError(f"unknown weights {sorted(set(source) - {'w'})}")
-        self._version = version
+        self.version = version
 
     def close(self) -> None:
-        self._closed = True
-        self._wake.set()
+        for stream in self._streams:
+            stream.abort()
 
     def _note(self, what: str, name: str) -> None:
         if self._journal is not None:
@@ -148,3 +136,37 @@ class FakeBackend:
 
     def _count(self, what: str) -> int:
         return len(list(self._journal.glob(f"{what}-*"))) if self._journal is not None else 0
+
+
+class FakeStream(Iterator[InMemory]):
+    """One stream of the fake: like the engine's, `abort` ends its own requests and no others."""
+
+    def __init__(self, backend: FakeBackend, requests: Sequence[SampleRequest]) -> None:
+        self._backend, self._requests = backend, deque(requests)
+        self._stopped = threading.Event()
+
+    def __next__(self) -> InMemory:
+        if not self._requests:
+            raise StopIteration
+        return InMemory([self._backend.answer(self._requests.popleft(), self._stopped)])
+
+    def abort(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        self._requests.clear()
+        self.abort()
+
+
+def empty_trace(request: SampleRequest, finish_reason: Any, error: str | None = None) -> Trace:
+    """A request that ended before its first token."""
+    return Trace(
+        sample_id=request.sample_id,
+        step=request.step,
+        prompt_ids=list(request.prompt_ids),
+        completion_ids=[],
+        logprobs=np.zeros(0, np.float32),
+        routed_experts=None,
+        finish_reason=finish_reason,
+        error=error,
+    )

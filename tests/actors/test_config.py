@@ -50,6 +50,7 @@ def test_the_example_is_valid_and_its_files_exist() -> None:
         ),
         ("[actors]\nnum_actors = 0", r"actors.num_actors: Input should be greater than or equal to 1"),
         ("[actors]\ngpus = 1", r"actors: unknown ActorOptions key 'gpus': did you mean 'num_gpus'"),
+        ('on_error = "retry"', r"on_error: Input should be 'stop' or 'skip'"),
         ('run = "a/b"', r"run: String should match pattern"),
         ("steps = 3", r"is not TOML: Cannot overwrite a value"),
     ],
@@ -69,6 +70,8 @@ def test_a_dataset_in_a_jobs_copy_of_the_working_directory_is_refused(tmp_path: 
     job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
     with pytest.raises(ConfigError, match=r"traces = 'out' lies in the Ray job's copy .* give an absolute path"):
         load_config(config_file(tmp_path, MINIMAL), job)
+    neighbour = MINIMAL.replace('"out"', f'"{tmp_path}-data/out"')
+    assert load_config(config_file(tmp_path, neighbour), job).traces == f"{tmp_path}-data/out"
     elsewhere = MINIMAL.replace('"out"', '"/data/out"')
     assert load_config(config_file(tmp_path, elsewhere), job).traces == "/data/out"
 

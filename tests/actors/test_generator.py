@@ -9,7 +9,7 @@ import pytest
 
 from actors.generator import Generator
 from actors.packing import pack
-from storage.schema import from_table
+from storage.schema import from_table, to_table
 from tests.actors.fakes import SPEC, FakeBackend, expected_trace, make_request, make_requests
 from tests.actors.waiting import eventually
 
@@ -53,8 +53,8 @@ def test_a_finished_trace_does_not_wait_for_a_slow_neighbour() -> None:
 
 def test_a_table_closes_at_the_trace_that_reaches_the_limit(journal: Path) -> None:
     backend = FakeBackend("model", journal=str(journal))
-    one = next(backend.stream(make_requests(1, 1))).table().nbytes
-    tables = pack(backend.stream(make_requests(prompts=30, samples=1)), abort=lambda: None, limit_bytes=3 * one - 50)
+    one = 5 * 2 * 2 + 16 * 6  # 5 rows of 2 sites x 2 one-byte ids, and 6 tokens
+    tables = pack(backend.stream(make_requests(prompts=30, samples=1)), SPEC, limit_bytes=3 * one - 50)
     next(tables)
     assert eventually(lambda: started(journal) == 30)
     time.sleep(0.1)
@@ -72,6 +72,33 @@ def test_closing_early_aborts_the_request_that_runs_and_starts_no_other(journal:
     assert eventually(lambda: (journal / "abort-run_1_0_0").exists())
     time.sleep(0.1)
     assert started(journal) == 2
+
+
+def test_closing_early_leaves_a_stream_of_the_same_samples_alone(journal: Path) -> None:
+    requests = [make_request("run/0/0/0"), make_request("run/0/0/1", milliseconds=300)]
+    generator = loaded()
+    left, kept = generator.generate(requests), generator.generate(requests)
+    next(left), next(kept)
+    left.close()
+    (trace,) = from_table(next(kept))
+    assert (trace.sample_id, trace.finish_reason, len(trace.completion_ids)) == ("run/0/0/1", "length", 4)
+
+
+def test_a_table_is_encoded_once_for_all_its_traces(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+
+    def counting(traces, spec):
+        encoded.append(len(traces))
+        return to_table(traces, spec)
+
+    monkeypatch.setattr("actors.packing.to_table", counting)
+    tables = loaded(journal=str(journal)).generate(make_requests(prompts=20, samples=1))
+    sizes = [next(tables).num_rows]
+    assert eventually(lambda: started(journal) == 20)
+    time.sleep(0.1)
+    sizes += [table.num_rows for table in tables]
+    assert encoded == sizes
+    assert len(sizes) == 2
 
 
 def test_stopped_ends_the_stream_while_it_waits(journal: Path) -> None:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
+import numpy as np
 import pytest
 
-from actors.config import PipelineConfig, load_config
+from actors.config import ConfigError, PipelineConfig, load_config
 from actors.pipeline import run
-from storage import TraceDataset
+from storage import RoutingSpec, Trace, TraceDataset, TraceWriter
 from tests.actors.fake_pipeline import fake_client
 from tests.actors.waiting import eventually
 
@@ -25,14 +26,16 @@ ROOT = Path(__file__).parents[2]
 REAL = ROOT / "rollout" / "tiny_moe"
 
 
-def write_run(folder: Path, *, steps: int, milliseconds: int = 0, model: str = "fake", extra: str = "") -> Path:
+def write_run(
+    folder: Path, *, steps: int, milliseconds: int = 0, model: str = "fake", on_error: str = "stop", extra: str = ""
+) -> Path:
     """A config of 5 prompts, 2 per step, 3 samples each; the fake takes `milliseconds` per sample."""
     prompts = [{"prompt_ids": [10 + i, milliseconds], "key": f"p{i}"} for i in range(5)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     path = folder / "run.toml"
     path.write_text(
         f'model = "{model}"\ntraces = "traces"\nrun = "r"\nprompts = "prompts.jsonl"\n'
-        f"steps = {steps}\nprompts_per_step = 2\nnum_samples = 3\n"
+        f'steps = {steps}\nprompts_per_step = 2\nnum_samples = 3\non_error = "{on_error}"\n'
         f"[sampling]\nseed = 0\nmax_tokens = 8\n[actors]\nnum_actors = 1\nnum_cpus = 0.5\n{extra}"
     )
     return path
@@ -92,6 +95,20 @@ def test_a_step_that_fails_is_not_committed_and_comes_again(tmp_path: Path) -> N
     assert_complete(config)
 
 
+@pytest.mark.usefixtures("cluster")
+def test_a_sample_that_always_fails_stops_the_run_with_a_remedy_or_is_skipped(tmp_path: Path, caplog) -> None:
+    failing = functools.partial(fake_client, error_at="r/1/p3/1")
+    config = load_config(write_run(tmp_path, steps=2))
+    message = r"step 1 is not committed: sample r/1/p3/1 failed: no free slot.*key 'p3'.*on_error = \"skip\""
+    with pytest.raises(RuntimeError, match=message):
+        run(config, failing)
+    assert set(stored_ids(Path(config.traces))) == expected_ids(1)
+    assert run(load_config(write_run(tmp_path, steps=2, on_error="skip")), failing) == [1]
+    assert sorted(stored_ids(Path(config.traces))) == sorted(expected_ids(2) - {"r/1/p3/1"})
+    assert "sample r/1/p3/1 failed: no free slot; step 1 goes on without it" in caplog.text
+    assert TraceDataset(config.traces).verify() == []
+
+
 def test_nothing_to_do_starts_nothing(tmp_path: Path) -> None:
     config = load_config(write_run(tmp_path, steps=1))
     (Path(config.traces) / "step-000000000").mkdir(parents=True)
@@ -135,3 +152,16 @@ def test_a_model_that_is_not_there_ends_the_command_with_one_line(tmp_path: Path
     assert process.returncode == 1
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "/nowhere/model" in line
+
+
+def test_going_on_with_other_sampling_parameters_is_refused_by_name(tmp_path: Path) -> None:
+    """A dataset half of one temperature and half of another would not show it."""
+    config = load_config(write_run(tmp_path, steps=2))
+    spec = RoutingSpec.uniform(num_sites=1, num_experts=4, top_k=1)
+    before = config.sampling.model_copy(update={"temperature": 0.3}).model_dump(mode="json")
+    trace = Trace("r/0/p0/0", 0, [5], [7], [-1.0], np.zeros((1, 1, 1), np.uint8), "length", sampling_params=before)
+    with TraceWriter(config.traces, spec) as writer:
+        writer.write([trace], step=0)
+        writer.commit(step=0)
+    with pytest.raises(ConfigError, match=r"begun with another configuration: \{'temperature': '0.3 -> 1.0'\}"):
+        run(config, make_client=None)  # type: ignore[arg-type]

@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, ObjectLostError
 
 from actors.dispatch import Dispatch, Limits
 from actors.finished import RemoteFinished
 from actors.pool import ActorPool
+from actors.remote import fetch
+from actors.slot import ActorSlot
 from storage.schema import to_table
 from storage.trace import Trace
 from tests.actors.fakes import SPEC, FakeBackend, expected_trace, make_request, make_requests
@@ -136,6 +139,99 @@ def test_early_close_aborts_what_runs_and_starts_nothing_more(journal: Path) -> 
         assert_exactly(collect(pool, after), after)
 
 
+def test_a_stream_left_early_does_not_touch_the_next_one_with_the_same_samples(pool: ActorPool) -> None:
+    requests = make_requests(prompts=8, samples=2, step=6, milliseconds=30)
+    for _ in range(4):
+        left = pool.stream(requests)
+        next(left)
+        left.close()
+        assert next(left, None) is None
+        assert_exactly(collect(pool, requests), requests)
+
+
+def test_abort_from_another_thread_answers_what_is_left_and_spares_other_streams(pool: ActorPool) -> None:
+    requests = [make_request("run/0/0/0"), *make_requests(prompts=7, samples=1, step=1, milliseconds=60_000)]
+    others = make_requests(prompts=3, samples=1, step=1, milliseconds=600)
+    stream, other = pool.stream(requests), pool.stream(others)
+    first = next(stream).traces() + next(other).traces()
+    threading.Timer(0.2, stream.abort).start()
+    begin = time.monotonic()
+    rest = [trace for finished in stream for trace in finished.traces()]
+    assert time.monotonic() - begin < 1.5
+    assert Counter(t.sample_id for t in [first[0], *rest]) == Counter(r.sample_id for r in requests)
+    assert {(t.finish_reason, len(t.completion_ids)) for t in rest} == {("abort", 0)}
+    assert_exactly([*first[1:], *(trace for finished in other for trace in finished.traces())], others)
+
+
+def test_close_from_another_thread_ends_an_iterator_that_waits(pool: ActorPool) -> None:
+    stream = pool.stream(make_requests(prompts=4, samples=1, step=1, milliseconds=60_000))
+    threading.Timer(0.2, stream.close).start()
+    begin = time.monotonic()
+    assert list(stream) == []
+    assert time.monotonic() - begin < 1.5
+
+
+def test_abort_stops_the_actors_though_nobody_iterates(journal: Path) -> None:
+    requests = [make_request("run/0/0/0"), make_request("run/0/1/0", milliseconds=60_000)]
+    with pool_of(1, journal=str(journal)) as pool:
+        stream = pool.stream(requests)
+        next(stream)
+        assert eventually(lambda: started(journal) == 2)
+        stream.abort()
+        assert eventually(lambda: (journal / "abort-run_0_1_0").exists(), seconds=2)
+        assert [t.finish_reason for finished in stream for t in finished.traces()] == ["abort"]
+
+
+def test_paused_streams_do_not_starve_the_next_one(pool: ActorPool) -> None:
+    limits = Limits(chunk_samples=12, outstanding_chunks=6, tables_in_flight=1)
+    paused = [
+        dispatch_of(pool, make_requests(prompts=144, samples=1, step=step, milliseconds=5), limits).run()
+        for step in range(3)
+    ]
+    for stream in paused:
+        next(stream)
+    requests, traces = make_requests(prompts=4, samples=1, step=7), []
+    consumer = threading.Thread(target=lambda: traces.extend(collect(pool, requests)), daemon=True)
+    consumer.start()
+    consumer.join(timeout=5)
+    assert not consumer.is_alive()
+    assert_exactly(traces, requests)
+    for stream in paused:
+        stream.close()
+
+
+def test_an_actor_replaced_right_after_it_was_found_ready_is_not_asked_before_it_has_its_model(monkeypatch) -> None:
+    ready_handle, replaced = ActorSlot.ready_handle, []
+
+    def then_replaced(slot: ActorSlot) -> Any:
+        handle = ready_handle(slot)
+        if handle is not None and not replaced:
+            replaced.append(handle)
+            slot.replace(handle, ActorDiedError())
+        return handle
+
+    requests = make_requests(prompts=4, samples=2)
+    with pool_of(1, load_seconds=0.3) as pool:
+        monkeypatch.setattr(ActorSlot, "ready_handle", then_replaced)
+        assert_exactly(collect(pool, requests), requests)
+    assert len(replaced) == 1
+
+
+def test_what_an_actor_delivered_and_its_node_lost_is_sampled_again(monkeypatch) -> None:
+    losses = [ObjectLostError("ab" * 28, None, "")]
+
+    def losing(ref: Any) -> Any:
+        if losses:
+            raise losses.pop()
+        return fetch(ref)
+
+    requests = make_requests(prompts=6, samples=2)
+    with pool_of(1) as pool:
+        monkeypatch.setattr("actors.dispatch.fetch", losing)
+        assert_exactly(collect(pool, requests), requests)
+    assert losses == []
+
+
 def test_an_actor_that_dies_in_mid_stream_loses_and_doubles_nothing(journal: Path) -> None:
     requests = make_requests(prompts=12, samples=4, milliseconds=5)
     limits = Limits(chunk_samples=6, outstanding_chunks=2)
@@ -188,6 +284,11 @@ def test_weights_that_do_not_fit_change_no_actor(pool: ActorPool) -> None:
     assert_exactly(collect(pool, requests), requests, version=0)
 
 
+def test_a_path_is_no_state_dict(pool: ActorPool) -> None:
+    with pytest.raises(ValueError, match="weights are a PosixPath; pass a state dict"):
+        pool.update_weights(Path("/checkpoints/7"), version=9)
+
+
 def test_weights_wait_for_an_idle_pool(pool: ActorPool) -> None:
     stream = pool.stream(make_requests(prompts=8, samples=1, step=5))
     next(stream)
@@ -237,3 +338,8 @@ def test_control_calls_answer_while_the_actor_samples(pool: ActorPool) -> None:
 def test_no_actors_is_refused() -> None:
     with pytest.raises(ValueError, match="num_actors is 0"):
         ActorPool("model", num_actors=0)
+
+
+def test_more_actors_than_the_cluster_can_ever_hold_are_refused_at_once(cluster: None) -> None:
+    with pytest.raises(ValueError, match="9 actors of 1 CPU need 9, the cluster has 2; lower num_actors"):
+        ActorPool("fake", num_actors=9, backend_factory=FakeBackend)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -12,12 +14,16 @@ import ray
 
 import actors
 from actors.finished import RemoteFinished
-from actors.sink import RemoteRecorder, SinkDiedError
+from actors.pool import ActorPool, Limits
+from actors.sink import RemoteRecorder, Sink, SinkDiedError
+from rollout.client import RolloutClient
+from rollout.recorder import LocalRecorder
+from rollout.sampling import SamplingParams
 from storage import TraceDataset
 from storage.errors import DuplicateSampleError, SpecMismatchError, StepExistsError
 from storage.schema import to_table
 from storage.trace import RoutingSpec, Trace
-from tests.actors.fakes import SPEC, InMemory, expected_trace, make_requests
+from tests.actors.fakes import SPEC, FakeBackend, InMemory, expected_trace, make_requests
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -106,6 +112,80 @@ def test_a_failed_write_fails_the_commit_again_and_again_until_abandoned(recorde
     recorder.write(remote(traces), 0)
     recorder.commit(0)
     assert count(root) == 8
+
+
+def test_the_next_write_raises_what_an_earlier_one_of_its_step_met(recorder: RemoteRecorder) -> None:
+    traces = traces_of(step=0)
+    recorder.write(remote(traces[:3]), 0)
+    recorder.write(remote(traces[2:]), 0)  # the third sample a second time
+    ray.wait(recorder._writes[0], num_returns=2, timeout=10)
+    recorder.write(remote(traces_of(step=1)), 1)
+    for _ in range(2):
+        with pytest.raises(DuplicateSampleError, match=traces[2].sample_id):
+            recorder.write(remote(traces[5:]), 0)
+    recorder.commit(1)
+    assert recorder.committed_steps() == [1]
+
+
+class FullDisk(Sink):
+    """A sink whose disk takes one table."""
+
+    def write(self, *arguments: Any) -> None:
+        if self._staged:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(*arguments)
+
+
+def fake_client(root: Path, **options: Any) -> RolloutClient:
+    pool = ActorPool("fake", num_cpus=0.5, engine_options=options, backend_factory=FakeBackend, limits=Limits(4, 2))
+    return RolloutClient(pool, actors.open_recorder(root, SPEC))
+
+
+def test_a_full_disk_ends_the_call_in_mid_step(root: Path, journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.sink.TraceSink", ray.remote(num_cpus=0)(FullDisk))
+    with fake_client(root, journal=str(journal)) as client:
+        with pytest.raises(OSError, match="No space left on device"):
+            client.sample([[5, 20]] * 200, sampling_params=SamplingParams(seed=0))
+        assert len(list(journal.glob("start-*"))) < 100
+    assert TraceDataset(root).steps == []
+
+
+def test_closing_the_client_ends_a_running_stream_as_closed(root: Path) -> None:
+    client = fake_client(root)
+    stream = client.stream([[5, 0], *[[5, 99]] * 60], sampling_params=SamplingParams(seed=0), step=0)
+    next(stream)
+    client.close()
+    with pytest.raises(RuntimeError, match="the client was closed while step 0 was sampled; nothing was committed"):
+        list(stream)
+    assert TraceDataset(root).steps == []
+
+
+def test_a_closed_recorder_says_so_and_has_nothing_to_abandon(recorder: RemoteRecorder) -> None:
+    recorder.write(remote(traces_of(step=0)), 0)
+    recorder.close()
+    recorder.close()
+    recorder.abandon(0)
+    for use in (lambda: recorder.write(InMemory(traces_of(step=0)), 0), lambda: recorder.commit(0)):
+        with pytest.raises(ValueError, match=r"this RemoteRecorder of .* is closed; open a new one"):
+            use()
+
+
+@pytest.mark.parametrize("open_recorder", [LocalRecorder, actors.open_recorder])
+def test_commit_tells_whether_anything_was_staged_as_in_process(root: Path, open_recorder) -> None:
+    good, bad = traces_of(step=0)[:2]
+    bad.finish_reason, bad.error = "error", "a failed step"
+    recorder = open_recorder(root, SPEC)
+    assert recorder.commit(0) is False
+    recorder.write(InMemory([bad]), 0)
+    assert recorder.commit(0) is False
+    recorder.write(InMemory([good]), 0)
+    recorder.abandon(0)
+    assert recorder.commit(0) is False
+    recorder.write(InMemory([good, bad]), 0)
+    assert recorder.commit(0) is True
+    assert recorder.commit(0) is False
+    assert recorder.committed_steps() == [0]
+    recorder.close()
 
 
 def test_a_committed_step_is_refused_in_the_writers_own_words(recorder: RemoteRecorder) -> None:

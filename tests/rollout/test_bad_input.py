@@ -135,8 +135,8 @@ def test_a_relative_path_that_is_missing_is_not_taken_for_a_hub_id(nothing_left)
         ({"experts_implementation": "magic"}, "experts_implementation\n.*'eager'.*input_value='magic'"),
         ({"device": "cuda"}, "device 'cuda' is not supported by this engine; use device='cpu'"),
         ({"device": "toaster"}, "device 'toaster' is not supported by this engine; use device='cpu'"),
-        ({"run": "a/b"}, "run 'a/b' must be a name without '/'"),
-        ({"run": ""}, "run '' must be a name without '/'"),
+        ({"run": "a/b"}, "run 'a/b' must be a printable name without '/'"),
+        ({"run": ""}, "run '' must be a printable name without '/'"),
     ],
     ids=str,
 )
@@ -235,10 +235,10 @@ def test_one_bad_prompt_is_named_and_nothing_of_its_call_starts(client, prompt, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_samples": 0}, "num_samples is 0, need at least 1"),
-        ({"step": -2}, "step -2 is negative"),
+        ({"num_samples": 0}, "num_samples is 0, need an integer of at least 1"),
+        ({"step": -2}, "step is -2, need an integer from 0 on"),
         ({"prompt_keys": ["a", "b"]}, "prompt_keys must be 1 different strings"),
-        ({"prompt_keys": ["a/b"]}, "prompt key 'a/b' is empty or has a '/'"),
+        ({"prompt_keys": ["a/b"]}, "prompt key 'a/b' is empty, has a '/'"),
         ({"metadata": [{"x": {1, 2}}]}, r"metadata of prompt 0 is \{'x': \{1, 2\}\}, need JSON values"),
         ({"metadata": {"x": float("nan")}}, r"metadata of prompt 0 is \{'x': nan\}, need JSON values"),
     ],
@@ -276,11 +276,11 @@ def test_a_refused_call_does_not_use_up_its_step(client):
         (lambda state: dict(list(state.items())[1:]), r"missing \['model.embed_tokens.weight'\]; nothing was changed"),
         (
             lambda state: {**state, "model.norm.weight": torch.zeros(3)},
-            r"'model.norm.weight' is .*\(3,\), need .*\(64,\)",
+            r"'model.norm.weight' is .*\(3,\).*, need dense .*\(64,\)",
         ),
         (
             lambda state: {**state, "model.norm.weight": torch.zeros(64, dtype=torch.int8)},
-            "is torch.int8 .*, need floating point",
+            "is torch.int8 .*, need dense floating point",
         ),
     ],
     ids=["a path", "unknown name", "missing name", "wrong shape", "wrong dtype"],
@@ -326,7 +326,7 @@ def test_a_closed_client_says_so():
     client = RolloutClient.local(MODEL_PATH)
     client.close()
     client.close()
-    with pytest.raises(RuntimeError, match="this engine is closed"):
+    with pytest.raises(RuntimeError, match="this client is closed; make a new one"):
         client.sample([PROMPT], sampling_params=SHORT)
-    with pytest.raises(RuntimeError, match="this engine is closed"):
+    with pytest.raises(RuntimeError, match="this client is closed; make a new one"):
         client.update_weights({}, version=1)

@@ -83,8 +83,9 @@ def test_a_model_that_keeps_its_keywords_from_the_cache_is_refused():
             KVPool(2).update(states, states, 0, kwargs=kwargs)
 
 
-def test_positions_never_come_from_the_cache():
-    pool = KVPool(4)
-    pool.update(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1), 0, kwargs=step([0, 1]))
-    with pytest.raises(ValueError, match="derives positions from its cache's length"):
-        pool.get_seq_length()
+def test_positions_are_the_ones_of_the_step_whatever_the_batch():
+    """llama4 adds the cache's length to 0, 1, 2, ... to scale queries by position; here two requests share a step."""
+    pool = KVPool(8)
+    positions = torch.tensor([5, 0, 1, 2])
+    pool.begin(positions)
+    assert torch.equal(torch.arange(4) + pool.get_seq_length(0), positions)

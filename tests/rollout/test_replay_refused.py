@@ -1,5 +1,7 @@
 """RouterReplay leaves a model as it was, and refuses by name what it cannot force exactly."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -157,3 +159,24 @@ def test_a_router_that_cannot_be_forced_exactly_is_refused_by_class_name(family,
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
     with pytest.raises(ValueError, match=message):
         RouterReplay(model)
+
+
+def test_a_context_in_which_nothing_was_replayed_is_an_error(qwen):
+    """A copy of the model that was forwarded instead would train another path, silently."""
+    other = copy.deepcopy(qwen)
+    replay = RouterReplay(qwen)
+    with pytest.raises(RuntimeError, match="nothing was replayed: forward the model that RouterReplay was made of"):
+        with replay(own_routes(qwen)), torch.no_grad():
+            logits(other)
+
+
+@pytest.mark.parametrize("wrong", [["a", "list"], None])
+def test_something_else_than_a_batch_is_refused_with_the_way_to_make_one(qwen, wrong):
+    with pytest.raises(TypeError, match=r"ReplayBatch.collate\(traces, spec=replay.spec\) makes a batch"):
+        with RouterReplay(qwen)(wrong):
+            pass
+
+
+def test_a_path_is_no_model():
+    with pytest.raises(TypeError, match="RouterReplay takes a loaded model, got str"):
+        RouterReplay("path/to/model")

@@ -29,11 +29,11 @@ def builder(tokenizer_path: str | None = "somewhere", run: str = "run") -> Reque
 
 
 def build(prompts, num_samples=1, params=SHORT, step=7, call=2, **arguments):
-    return builder().build(prompts, num_samples, params, step, call, **arguments)
+    return builder().check(prompts, num_samples, params, **arguments).requests(step, call)
 
 
 def test_ids_are_run_step_prompt_key_and_j_in_prompt_order():
-    requests = builder(run="lr3").build([[1], [2, 3]], 2, SHORT, 7, 2)
+    requests = builder(run="lr3").check([[1], [2, 3]], 2, SHORT).requests(7, 2)
     assert [(r.sample_id, r.step, r.prompt_ids) for r in requests] == [
         ("lr3/7/2-0/0", 7, (1,)),
         ("lr3/7/2-0/1", 7, (1,)),
@@ -50,7 +50,7 @@ def test_the_callers_keys_take_the_place_of_call_and_index():
 def test_strings_go_through_the_tokenizer_which_is_loaded_once():
     loads = []
     maker = RequestBuilder(builder().info, "run", lambda: loads.append(1) or tokenizer)
-    requests = maker.build(["abc", [4, 5], "z"], 1, SHORT, 0, 0)
+    requests = maker.check(["abc", [4, 5], "z"], 1, SHORT).requests(0, 0)
     assert [r.prompt_ids for r in requests] == [(0, 1, 2), (4, 5), (25,)]
     assert len(loads) == 1
 
@@ -59,7 +59,7 @@ def test_token_ids_alone_never_load_the_tokenizer():
     def fail():
         raise AssertionError("loaded")
 
-    assert RequestBuilder(builder().info, "run", fail).build([[1]], 1, SHORT, 0, 0)[0].prompt_ids == (1,)
+    assert RequestBuilder(builder().info, "run", fail).check([[1]], 1, SHORT).requests(0, 0)[0].prompt_ids == (1,)
 
 
 def test_numpy_tokens_become_python_integers():
@@ -124,7 +124,7 @@ def test_a_stop_token_outside_the_vocabulary_is_refused():
 @pytest.mark.parametrize(("prompt", "params"), [("abc", SHORT), ([1], SamplingParams(max_tokens=1, stop="x"))])
 def test_text_without_a_tokenizer_is_refused_with_the_way_out(prompt, params):
     with pytest.raises(ValueError, match="prompt 0 needs a tokenizer and this checkpoint ships none; pass token ids"):
-        builder(tokenizer_path=None).build([prompt], 1, params, 0, 0)
+        builder(tokenizer_path=None).check([prompt], 1, params).requests(0, 0)
 
 
 @pytest.mark.parametrize("prompts", ["abc", [], None, 5, {"a": 1}], ids=repr)
@@ -135,7 +135,7 @@ def test_prompts_must_be_a_non_empty_list(prompts):
 
 @pytest.mark.parametrize("num_samples", [0, -3])
 def test_at_least_one_sample(num_samples):
-    with pytest.raises(ValueError, match=f"num_samples is {num_samples}, need at least 1"):
+    with pytest.raises(ValueError, match=f"num_samples is {num_samples}, need an integer of at least 1"):
         build([[1]], num_samples)
 
 
@@ -144,7 +144,7 @@ def test_at_least_one_sample(num_samples):
     [
         (["a"], "prompt_keys must be 2 different strings, one per prompt, got 1"),
         (["a", "a"], "prompt_keys must be 2 different strings, one per prompt, got 1"),
-        (["a", "b/c"], "prompt key 'b/c' is empty or has a '/'"),
+        (["a", "b/c"], "prompt key 'b/c' is empty, has a '/'"),
         (["", "b"], "prompt key '' is empty"),
     ],
 )

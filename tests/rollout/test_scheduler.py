@@ -33,7 +33,7 @@ def process(scheduler: Scheduler, batch: list[Work], stop_after: dict[Request, i
     for work in batch:
         entry = work.request
         if entry.finish_reason is None:
-            if work.samples:
+            if work.samples and entry.max_tokens:
                 entry.output_ids.append(0)
             wanted = min(stop_after.get(entry, entry.max_tokens), entry.max_tokens)
             if not entry.prefilling and len(entry.output_ids) >= wanted and (work.samples or not wanted):
@@ -107,14 +107,14 @@ def check_spans(entry: Request, works: list[Work], early: int | None, overlap: b
     samples = sum(work.samples for work in works)
     tokens = min(early or entry.max_tokens, entry.max_tokens)
     assert len(entry.output_ids) == tokens
-    assert [work.samples for work in works] == [
-        work.start + work.length >= entry.prompt_len and entry.max_tokens > 0 for work in works
-    ]
+    assert [work.samples for work in works] == [work.start + work.length >= entry.prompt_len for work in works], (
+        "a prompt-only request draws once too, so that logits that are not finite are seen"
+    )
     if early is None or early >= entry.max_tokens:
         assert len(positions) == entry.max_rows, (
             "an end by length is known when scheduling: nothing is computed in vain"
         )
-        assert samples == entry.max_tokens
+        assert samples == max(entry.max_tokens, 1)
     else:
         assert tokens <= samples <= tokens + overlap, "an early stop costs at most one token, and only with overlap"
 

@@ -9,7 +9,7 @@ from storage import StepExistsError
 
 
 def ledger(committed=(), unique=True) -> StepLedger:
-    return StepLedger(committed, unique)
+    return StepLedger(lambda: committed, unique)
 
 
 def test_bare_calls_are_numbered_after_the_last_step():
@@ -57,7 +57,7 @@ def test_a_call_that_did_not_commit_gives_its_number_back():
 
 
 def test_a_negative_step_is_refused():
-    with pytest.raises(ValueError, match="step -1 is negative"):
+    with pytest.raises(ValueError, match="step is -1, need an integer from 0 on"):
         ledger().begin(-1)
 
 
@@ -73,7 +73,7 @@ def test_calls_in_an_open_step_share_it_and_are_numbered():
     steps = ledger([0])
     steps.open(7)
     calls = [steps.begin(None), steps.begin(7), steps.begin(None)]
-    assert calls == [Call(7, 0, False), Call(7, 1, False), Call(7, 2, False)]
+    assert calls == [Call(7, 0, False, 1), Call(7, 1, False, 1), Call(7, 2, False, 1)]
     with pytest.raises(RuntimeError, match="step 7: 3 calls still run; nothing was committed"):
         steps.check_complete()
     for call in calls:
@@ -94,20 +94,32 @@ def test_a_call_left_early_spoils_the_open_step_but_not_the_next():
     steps.check_complete()
 
 
-def test_a_call_that_never_started_leaves_no_trace():
-    steps = ledger()
-    steps.cancel(steps.begin(3))
+def test_a_check_claims_nothing():
+    steps = ledger([0])
+    steps.check(3)
+    with pytest.raises(StepExistsError, match="step 0 exists already"):
+        steps.check(0)
     assert steps.begin(3) == Call(3, 0, True)
     steps.open(4)
-    steps.cancel(steps.begin(None))
+    steps.check(None)
     steps.check_complete()
-    assert steps.begin(None) == Call(4, 0, False)
+    assert steps.begin(None) == Call(4, 0, False, 1)
+
+
+def test_steps_that_another_client_committed_meanwhile_are_known():
+    committed = [0]
+    steps = StepLedger(lambda: committed, unique=True)
+    assert steps.begin(None).step == 1
+    committed += [1, 2]
+    assert steps.begin(None).step == 3
+    with pytest.raises(StepExistsError, match="step 2 exists already; use step=4"):
+        steps.open(2)
 
 
 def test_step_zero_can_be_open_too():
     steps = ledger()
     steps.open(0)
-    assert steps.begin(None) == Call(0, 0, False)
+    assert steps.begin(None) == Call(0, 0, False, 1)
     with pytest.raises(ValueError, match=r"step=1 inside `with client.step\(0\)`; leave step out"):
         steps.begin(1)
 
@@ -129,7 +141,7 @@ def test_a_closed_step_is_free_again_unless_it_was_committed(committed):
             steps.open(1)
     else:
         steps.open(1)
-        assert steps.begin(None) == Call(1, 0, False)
+        assert steps.begin(None) == Call(1, 0, False, 2)
 
 
 def test_a_committed_step_cannot_be_opened():
