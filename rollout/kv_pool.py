@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +49,18 @@ class SlotAllocator:
         self._free = sorted([*merged, (start, end)])
 
 
+class StepSlots(Protocol):
+    """What the pool needs of a step: the slot that each token writes, and, in latent mode, all slots it reads."""
+
+    @property
+    def out_cache_loc(self) -> torch.Tensor:
+        """int64 `[tokens]`, without padding."""
+
+    @property
+    def gathered(self) -> torch.Tensor | None:
+        """int64 `[keys of all requests]`."""
+
+
 class KVPool:
     """The cache object the model sees: `update` writes this step's keys and values into their slots.
 
@@ -64,6 +76,7 @@ class KVPool:
         self.latent = False
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self._batch: StepSlots | None = None
         self._offsets = torch.zeros(0, dtype=torch.int64)
 
     def get_seq_length(self, *_: Any) -> torch.Tensor:
@@ -74,32 +87,25 @@ class KVPool:
         """
         return self._offsets
 
-    def begin(self, position_ids: torch.Tensor) -> None:
-        """Start a step over tokens at these positions, int64 `[tokens]`."""
+    def begin(self, batch: StepSlots, position_ids: torch.Tensor) -> None:
+        """Start a step that writes and reads the slots of `batch`, over tokens at these positions, int64 `[tokens]`."""
+        self._batch = batch
         self._offsets = position_ids - torch.arange(len(position_ids))
 
     def update(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer_idx: int,
-        *_: Any,
-        kwargs: dict[str, Any] | None = None,
-        **__: Any,
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store `[1, heads, tokens, dim]` at the step's slots. Returns its arguments, since attention reads the pool;
         in latent mode the rows of all slots that the step reads."""
-        if kwargs is None or "attention_batch" not in kwargs:
-            raise ValueError(
-                "this model's attention keeps its keyword arguments from the cache; it cannot run on the slot pool"
-            )
-        batch = kwargs["attention_batch"]
-        self._write(self.keys, layer_idx, batch.out_cache_loc, key)
-        self._write(self.values, layer_idx, batch.out_cache_loc, value)
-        if batch.gathered is None:
+        if self._batch is None:
+            raise RuntimeError("the pool was written outside of a step")
+        self._write(self.keys, layer_idx, self._batch.out_cache_loc, key)
+        self._write(self.values, layer_idx, self._batch.out_cache_loc, value)
+        read = self._batch.gathered
+        if read is None:
             return key, value
         stores = self.keys[layer_idx], self.values[layer_idx]
-        return tuple(store[batch.gathered].transpose(0, 1)[None] for store in stores)  # type: ignore[return-value]
+        return stores[0][read].transpose(0, 1)[None], stores[1][read].transpose(0, 1)[None]
 
     def reset(self, latent: bool) -> None:
         """Forget all layers and choose the mode."""

@@ -13,7 +13,7 @@ from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSeg
 from rollout.device import CpuStream, Event
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.kv_pool import KVPool
-from rollout.own_cache import OwnCacheForward
+from rollout.own_cache import OwnCacheForward, cache_keyword
 from rollout.rng import uniforms
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Work, flatten
@@ -82,6 +82,7 @@ class ModelRunner:
         self.capturer = capturer
         self.pool = KVPool(kv_tokens)
         self.own_caches: OwnCacheForward | None = None
+        self._cache_keyword = cache_keyword(model)
         self._batch_invariant = batch_invariant
         self._last_token = torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
 
@@ -153,14 +154,14 @@ class ModelRunner:
         if self.own_caches is not None:
             spans, rows = batch.attention.spans, batch.logits_rows.tolist()
             return self.own_caches.logits(batch.input_ids, batch.position_ids, spans, rows)
-        self.pool.begin(batch.position_ids)
+        self.pool.begin(batch.attention, batch.position_ids)
         output = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
-            cache=self.pool,
             use_cache=False,
             attention_batch=batch.attention,
             logits_to_keep=batch.logits_rows,
+            **{self._cache_keyword: self.pool},
         )
         return output.logits[0]
 

@@ -7,6 +7,7 @@ several of these families cannot continue a prompt from a state. A request's res
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class OwnCacheForward:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._keyword = cache_keyword(model)
         self._caches: dict[int, Any] = {}
 
     def logits(
@@ -40,11 +42,16 @@ class OwnCacheForward:
         self._caches.pop(slot, None)
 
     def _forward(self, span: Span, ids: torch.Tensor, positions: torch.Tensor, wanted: list[int]) -> torch.Tensor:
-        begun = {"cache": self._caches[span.slot]} if span.position else {}
+        begun = {self._keyword: self._caches[span.slot]} if span.position else {}
         output = self._model(input_ids=ids, position_ids=positions, use_cache=True, **begun)
         if not span.position:
             self._caches[span.slot] = _cache_of(output)
         return output.logits[0, wanted]
+
+
+def cache_keyword(model: Any) -> str:
+    """What a model's forward calls its cache: `cache`, before transformers 5.24 `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def _cache_of(output: Any) -> Any:

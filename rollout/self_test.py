@@ -42,9 +42,13 @@ class Reference(NamedTuple):
 def plain_forward(
     model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int, min_len: int = PROMPT_LEN
 ) -> Reference:
-    """One forward of the model as transformers runs it, on pseudo-random tokens, at least `min_len` if they fit."""
+    """One forward of the model as transformers runs it, on pseudo-random tokens, at least `min_len` if they fit.
+
+    The padding token is left out: its embedding is zero, and scores over zeros tie.
+    """
     length = min(max(_prompt_len(model.config.get_text_config()), min_len), max_len)
-    tokens = [(7919 * i + 13) % vocab_size for i in range(length)]
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    tokens = [token for i in range(2 * length) if (token := (7919 * i + 13) % vocab_size) != pad][:length]
     if capturer is not None:
         capturer.on_forward_begin()
     logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]

@@ -3,26 +3,16 @@
 The list is what transformers itself declares. Sizes are small and equal where a config has the field; windows and
 chunks are 16 tokens, so that prompts exceed them; each kind of layer that a family has appears at least once. A wide
 initialisation, with noise on norms, sinks and selection biases, makes attention and routing decide the tokens.
-
-`python -m tests.families > rollout/families.json` measures the table that `moe-rollout families` prints.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-
-from rollout import RouterReplay
-from rollout.families import FamilyRow, declared_families
-from rollout.local_backend import LocalBackend
 
 VOCAB = 128
 MAX_POSITIONS = 256
@@ -193,9 +183,6 @@ TOWERS: dict[str, dict[str, Any]] = {
 # Families that AutoModelForCausalLM lists and that cannot be built small and random, with the reason.
 NOT_BUILDABLE: dict[str, str] = {}
 
-# Why a family that builds is refused by the engine's self-test.
-REFUSED = {"doge": "a token's experts depend on the tokens behind it (its scores are mixed across tokens)"}
-
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """The family's config with SIZES where it has the field, OVERRIDES, and one layer of each kind."""
@@ -248,41 +235,3 @@ def _vectors(model: Any) -> Iterator[torch.Tensor]:
     """Norms, biases, sinks, and the buffers that only shift which experts are selected."""
     yield from (parameter for parameter in model.parameters() if parameter.ndim == 1)
     yield from (b for name, b in model.named_buffers() if "bias" in name and b.is_floating_point())
-
-
-def measure(model_type: str, directory: Path) -> FamilyRow:
-    """Load a checkpoint into the engine, and into a trainer's replay, and say what happened."""
-    try:
-        backend = LocalBackend(str(directory))
-    except ValueError as error:
-        return FamilyRow(model_type, f"refused: {REFUSED.get(model_type, error)}", False, _replayable(directory))
-    runner = backend._built.runner
-    backend.close()
-    fast = "fast: latent" if runner.pool.latent else "fast: slot pool"
-    served = "slow: own cache" if runner.own_caches is not None else fast
-    return FamilyRow(model_type, served, backend.info.captures_routes, _replayable(directory))
-
-
-def _replayable(directory: Path) -> bool:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    try:
-        RouterReplay(model)
-    except ValueError:
-        return False
-    return True
-
-
-def measured_json() -> str:
-    """The text of rollout/families.json for the installed transformers."""
-    rows = []
-    for name in declared_families():
-        if name not in NOT_BUILDABLE:
-            with tempfile.TemporaryDirectory() as directory:
-                rows.append(measure(name, save_tiny(name, Path(directory)))._asdict())
-    lines = ",\n    ".join(json.dumps(row) for row in rows)
-    version = importlib.metadata.version("transformers")
-    return f'{{\n  "transformers": "{version}",\n  "families": [\n    {lines}\n  ]\n}}\n'
-
-
-if __name__ == "__main__":
-    sys.stdout.write(measured_json())

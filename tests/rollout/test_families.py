@@ -14,7 +14,8 @@ from rollout import RolloutClient, SamplingParams
 from rollout.__main__ import main
 from rollout.families import FamilyRow, declared_families, family_table, measured_table
 from storage import Trace
-from tests.families import NOT_BUILDABLE, VOCAB, WINDOW, measure, save_tiny
+from tests.families import NOT_BUILDABLE, VOCAB, WINDOW, save_tiny
+from tests.measure_families import measure
 from tests.rollout.oracle import Forward, log_softmax, mostly, routes_agree, rows_of, tokens_agree
 from tests.rollout.witness import FamilyOracle
 

@@ -43,15 +43,21 @@ def test_releasing_what_is_free_or_outside_fails(start, count):
         slots.release(start, count)
 
 
-def step(slots):
-    return {"attention_batch": SimpleNamespace(out_cache_loc=torch.tensor(slots), gathered=None)}
+def pool_at(size, slots) -> KVPool:
+    pool = KVPool(size)
+    begin(pool, slots)
+    return pool
+
+
+def begin(pool, slots) -> None:
+    pool.begin(SimpleNamespace(out_cache_loc=torch.tensor(slots), gathered=None), torch.arange(len(slots)))
 
 
 def test_keys_and_values_land_in_the_slots_of_the_step():
-    pool = KVPool(8)
+    pool = pool_at(8, [6, 0, 3])
     key = torch.arange(2 * 3 * 4.0).view(1, 2, 3, 4)  # [1, heads, tokens, dim]
     value = torch.arange(1 * 3 * 2.0).view(1, 1, 3, 2)  # values may have another shape
-    returned = pool.update(key, value, 5, kwargs=step([6, 0, 3]))
+    returned = pool.update(key, value, 5)
     assert returned[0] is key
     assert returned[1] is value
     assert (pool.keys[5].shape, pool.values[5].shape) == ((8, 2, 4), (8, 1, 2))
@@ -61,31 +67,32 @@ def test_keys_and_values_land_in_the_slots_of_the_step():
 
 
 def test_a_write_touches_no_other_slot_and_no_other_layer():
-    pool = KVPool(4)
+    pool = pool_at(4, [0, 1, 2, 3])
     for layer in (0, 1):
-        pool.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), layer, kwargs=step([0, 1, 2, 3]))
-    pool.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), 1, kwargs=step([2]))
+        pool.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), layer)
+    begin(pool, [2])
+    pool.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), 1)
     assert pool.keys[1].sum(dim=(1, 2)).tolist() == [0, 0, 2, 0]
     assert not pool.keys[0].any()
 
 
 def test_padding_rows_behind_the_step_are_not_written():
-    pool = KVPool(3)
-    pool.update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1), 0, kwargs=step([0, 1, 2]))
-    pool.update(torch.ones(1, 1, 16, 1), torch.ones(1, 1, 16, 1), 0, kwargs=step([1]))
+    pool = pool_at(3, [0, 1, 2])
+    pool.update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1), 0)
+    begin(pool, [1])
+    pool.update(torch.ones(1, 1, 16, 1), torch.ones(1, 1, 16, 1), 0)
     assert pool.keys[0].flatten().tolist() == [0, 1, 0]
 
 
-def test_a_model_that_keeps_its_keywords_from_the_cache_is_refused():
+def test_a_write_outside_of_a_step_is_an_error():
     states = torch.zeros(1, 1, 1, 1)
-    for kwargs in (None, {}):
-        with pytest.raises(ValueError, match="cannot run on the slot pool"):
-            KVPool(2).update(states, states, 0, kwargs=kwargs)
+    with pytest.raises(RuntimeError, match="written outside of a step"):
+        KVPool(2).update(states, states, 0)
 
 
 def test_positions_are_the_ones_of_the_step_whatever_the_batch():
     """llama4 adds the cache's length to 0, 1, 2, ... to scale queries by position; here two requests share a step."""
     pool = KVPool(8)
     positions = torch.tensor([5, 0, 1, 2])
-    pool.begin(positions)
+    pool.begin(SimpleNamespace(out_cache_loc=torch.arange(4), gathered=None), positions)
     assert torch.equal(torch.arange(4) + pool.get_seq_length(0), positions)
