@@ -26,6 +26,7 @@ from rollout.self_test import (
     check_engine,
     plain_forward,
 )
+from rollout.state_layers import StateLayers, find_state_modules
 from rollout.weights import check_state_dict, copy_weights
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,9 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
     runner = _tested_runner(loaded, options, capturer, stream)
     kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options, runner.pool.token_bytes)
     runner.pool.resize(kv_tokens)
-    whole_prompts = runner.own_caches is not None
-    if capturer is not None and whole_prompts:
-        capturer.reserve(options.max_batch_tokens + min(loaded.max_positions, kv_tokens))
-    scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens, whole_prompts)
+    if capturer is not None and runner.whole_prompts:
+        capturer.reserve(options.max_batch_tokens + min(loaded.max_positions, kv_tokens) + ROW_MULTIPLE)
+    scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens, runner.whole_prompts)
     engine = Engine(
         runner,
         scheduler,
@@ -113,6 +113,8 @@ def _tested_runner(
     use_experts_implementation(model, experts)
     size = 2 * len(reference.tokens)
     runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant)
+    if find_state_modules(model):
+        runner.states = StateLayers(model)
     _choose_cache(runner, reference, plain_attention, loaded)
     if options.batch_invariant and runner.own_caches is None:
         check_batch_invariance(runner, reference, options.max_batch_tokens)
@@ -134,6 +136,9 @@ def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: st
     except ValueError as error:
         runner.model.set_attn_implementation(plain_attention)
         runner.pool.reset(latent=False)
+        if runner.states is not None:
+            runner.states.close()
+            runner.states = None
         runner.own_caches = OwnCacheForward(runner.model)
         limits = loaded.vocab_size, loaded.max_positions, OWN_CACHE_PROMPT_LEN
         check_engine(runner, runner.stream.call(lambda: plain_forward(runner.model, runner.capturer, *limits)))

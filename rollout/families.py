@@ -22,7 +22,7 @@ class FamilyRow(NamedTuple):
     """One model type.
 
     Attributes:
-        served: "fast: slot pool", "fast: latent", "slow: own cache", or "refused: " and why.
+        served: "fast: slot pool", "fast: latent", "fast: states", "slow: own cache", or "refused: " and why.
         captured: its routes are recorded.
         replayed: `RouterReplay` can force them.
     """

@@ -17,6 +17,7 @@ from rollout.own_cache import OwnCacheForward, cache_keyword
 from rollout.rng import uniforms
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Work, flatten
+from rollout.state_layers import StateLayers
 
 
 @dataclass
@@ -26,6 +27,7 @@ class ForwardBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     decode_rows: torch.Tensor
+    spans: list[Span]
     attention: AttentionBatch
     logits_rows: torch.Tensor
     num_padding: int
@@ -81,10 +83,16 @@ class ModelRunner:
         self.stream = stream
         self.capturer = capturer
         self.pool = KVPool(kv_tokens)
+        self.states: StateLayers | None = None
         self.own_caches: OwnCacheForward | None = None
         self._cache_keyword = cache_keyword(model)
         self._batch_invariant = batch_invariant
         self._last_token = torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
+
+    @property
+    def whole_prompts(self) -> bool:
+        """A state cannot be continued in the middle of a prompt: transformers' layers take all of it, or one token."""
+        return self.states is not None or self.own_caches is not None
 
     def launch(self, step: int, batch: list[Work]) -> GenerationBatchResult:
         """Queue one step and return at once."""
@@ -99,9 +107,18 @@ class ModelRunner:
         return result
 
     def clear_slots(self, slot: int, count: int) -> None:
-        """Zero the keys and values of an ended request, behind all steps in flight: no NaN waits for the next owner."""
-        own = self.own_caches
-        self.stream.launch(lambda: own.forget(slot) if own is not None else self.pool.clear(slot, count))
+        """Zero the keys and values of an ended request, behind all steps in flight: no NaN waits for the next owner.
+
+        Its state or its own cache goes too.
+        """
+        self.stream.launch(lambda: self._clear(slot, count))
+
+    def _clear(self, slot: int, count: int) -> None:
+        for keeper in (self.states, self.own_caches):
+            if keeper is not None:
+                keeper.forget(slot)
+        if self.own_caches is None:
+            self.pool.clear(slot, count)
 
     def prepare(self, batch: list[Work]) -> ForwardBatch:
         """Note everything the step needs; runs on the host."""
@@ -121,9 +138,8 @@ class ModelRunner:
             input_ids=torch.from_numpy(_pad(_host_tokens(batch, len(position)), num_padding)),
             position_ids=torch.from_numpy(_pad(position, num_padding)),
             decode_rows=torch.tensor([w.request.row for w in batch if w.is_decode], dtype=torch.int64),
-            attention=AttentionBatch.plan(
-                self.pool, spans, torch.from_numpy(slot), self._batch_invariant or self.own_caches is not None
-            ),
+            spans=spans,
+            attention=AttentionBatch.plan(self.pool, spans, torch.from_numpy(slot), self._batch_invariant),
             logits_rows=torch.tensor(logits_rows),
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
@@ -152,8 +168,10 @@ class ModelRunner:
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """`[logits_rows, vocab]` of one flattened batch."""
         if self.own_caches is not None:
-            spans, rows = batch.attention.spans, batch.logits_rows.tolist()
-            return self.own_caches.logits(batch.input_ids, batch.position_ids, spans, rows)
+            rows = batch.logits_rows.tolist()
+            return self.own_caches.logits(batch.input_ids, batch.position_ids, batch.spans, rows)
+        if self.states is not None:
+            self.states.begin(batch.spans)
         self.pool.begin(batch.attention, batch.position_ids)
         output = self.model(
             input_ids=batch.input_ids[None],
@@ -168,7 +186,7 @@ class ModelRunner:
     def forward_rows(self, batch: ForwardBatch) -> list[int]:
         """Rows of each forward that a step makes, with padding."""
         if self.own_caches is not None:
-            return [span.end - span.start for span in batch.attention.spans]
+            return [span.end - span.start for span in batch.spans]
         return [len(batch.input_ids)]
 
 

@@ -71,7 +71,7 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
     """
     length = len(reference.tokens)
     ways = {"whole": [length], "in chunks": _chunks(length, 7), "token by token": _chunks(length, 1)}
-    if runner.own_caches is not None:
+    if runner.whole_prompts:
         ways = {"whole": [length], "token by token": [length // 2, *_chunks(length - length // 2, 1)]}
     for name, chunks in ways.items():
         logits, routes = _supported_forward(runner, reference.tokens, chunks)
@@ -125,7 +125,7 @@ def check_batch_invariance(runner: ModelRunner, reference: Reference, max_batch_
     """
     tokens = reference.tokens
     whole, _ = engine_forward(runner, tokens, [len(tokens)])
-    for chunk in (7, 1):
+    for chunk in () if runner.whole_prompts else (7, 1):
         if not torch.equal(engine_forward(runner, tokens, _chunks(len(tokens), chunk))[0], whole):
             raise ValueError(_not_invariant(runner, f"in chunks of {chunk}"))
     full = min(max_batch_tokens, MAX_ROWS_INVARIANT) // len(tokens)

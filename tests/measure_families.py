@@ -31,8 +31,11 @@ def measure(model_type: str, directory: Path) -> FamilyRow:
         return FamilyRow(model_type, f"refused: {REFUSED.get(model_type, error)}", False, _replayable(directory))
     runner = backend._built.runner
     backend.close()
-    fast = "fast: latent" if runner.pool.latent else "fast: slot pool"
-    served = "slow: own cache" if runner.own_caches is not None else fast
+    served = "fast: latent" if runner.pool.latent else "fast: slot pool"
+    if runner.own_caches is not None:
+        served = "slow: own cache"
+    elif runner.states is not None:
+        served = "fast: states"
     return FamilyRow(model_type, served, backend.info.captures_routes, _replayable(directory))
 
 

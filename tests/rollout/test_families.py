@@ -75,7 +75,8 @@ def logprob_error(trace: Trace, truth: Forward) -> float:
 @families(SERVED)
 @pytest.mark.parametrize("chunk", [1, 7, 2048])
 def test_greedy_tokens_and_routes(family, chunk, tiny):
-    check(tiny(family), chunk, FAST_ERROR if family in FAST else SLOW_ERROR)
+    exact = ROWS[family].served in ("fast: slot pool", "fast: latent")
+    check(tiny(family), chunk, FAST_ERROR if exact else SLOW_ERROR)
 
 
 @pytest.mark.parametrize("chunk", [7, 2048])
@@ -124,7 +125,7 @@ def test_no_family_is_left_out(capsys):
     counts = collections.Counter(row.served.partition(":")[0] for row in ROWS.values())
     with capsys.disabled():
         print(f"\n{len(ROWS)} families: {dict(counts)}, {len(NOT_BUILDABLE)} not buildable")
-    assert counts["fast"] >= 40
+    assert counts["fast"] >= 50
     assert counts["refused"] == 1
 
 
@@ -137,7 +138,8 @@ def test_what_is_refused_is_refused_by_name(tiny):
 def test_a_row_says_how_a_family_is_served():
     assert ROWS["mixtral"] == FamilyRow("mixtral", "fast: slot pool", captured=True, replayed=True)
     assert ROWS["deepseek_v3"].served == "fast: latent"
-    assert ROWS["jamba"].served == "slow: own cache"
+    assert ROWS["jamba"].served == "fast: states"
+    assert ROWS["minimax"].served == "slow: own cache"
 
 
 def test_the_command_prints_a_row_per_family(capsys):
