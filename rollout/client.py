@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -160,11 +159,7 @@ class RolloutClient:
         """
         checked = self._requests.check(prompts, num_samples, sampling_params, prompt_keys, metadata)
         running = self._begin(checked, step)
-        try:
-            return await in_thread(running.collect, name="moe-rollout-sample")
-        except asyncio.CancelledError:
-            running.abort()
-            raise
+        return await in_thread(running.collect, name="moe-rollout-sample", on_cancel=running.abort)
 
     def stream(
         self,

@@ -11,10 +11,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-async def in_thread(work: Callable[[], Result], name: str) -> Result:
-    """What `work` returns or raises. When the coroutine is cancelled, the thread goes on until `work` ends."""
+async def in_thread(work: Callable[[], Result], name: str, on_cancel: Callable[[], None]) -> Result:
+    """What `work` returns or raises.
+
+    When the coroutine is cancelled, `on_cancel` is called, which must make `work` end soon; its end is awaited, so that
+    nothing of it is left when the cancellation arrives at the caller.
+    """
     future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()  # from here on a cancelled coroutine leaves the future to the thread
 
     def run() -> None:
         try:
@@ -25,4 +28,12 @@ async def in_thread(work: Callable[[], Result], name: str) -> Result:
             future.set_result(result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    ended = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        on_cancel()
+        await asyncio.wait([ended])
+        if not ended.cancelled():
+            ended.exception()  # seen: it says that the call was cancelled
+        raise
