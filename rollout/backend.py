@@ -54,6 +54,7 @@ class ModelInfo:
     max_sequence_reason: str
     tokenizer_path: str | None
     captures_routes: bool
+    trust_remote_code: bool = False
 
 
 class Finished(Protocol):

@@ -77,7 +77,7 @@ def build_engine(path: str, options: EngineOptions, on_finish: Callable[[Request
 
 
 def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], None], stream: CpuStream) -> BuiltEngine:
-    loaded = load_model(path, options.dtype)
+    loaded = load_model(path, options.dtype, options.trust_remote_code)
     capturer = None
     if options.enable_return_routed_experts:
         rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS)
@@ -97,7 +97,7 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
         overlap=not options.disable_overlap_schedule,
         on_finish=on_finish,
     )
-    return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, capturer is not None), loaded.tokenizer, stream)
+    return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, options), loaded.tokenizer, stream)
 
 
 def _tested_runner(
@@ -151,7 +151,7 @@ def _check_one_rope(runner: ModelRunner) -> None:
         raise ValueError(f"{type(runner.model).__name__} uses rope_type 'longrope', which looks at the whole batch")
 
 
-def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> ModelInfo:
+def _info(path: str, loaded: LoadedModel, kv_tokens: int, options: EngineOptions) -> ModelInfo:
     limit, reason = min((loaded.max_positions, "the model's positions"), (kv_tokens, "kv_tokens, the key/value pool"))
     return ModelInfo(
         spec=loaded.spec,
@@ -159,7 +159,8 @@ def _info(path: str, loaded: LoadedModel, kv_tokens: int, captures: bool) -> Mod
         max_sequence_tokens=limit,
         max_sequence_reason=reason,
         tokenizer_path=path if loaded.tokenizer is not None else None,
-        captures_routes=captures,
+        captures_routes=options.enable_return_routed_experts,
+        trust_remote_code=options.trust_remote_code,
     )
 
 

@@ -242,7 +242,7 @@ class RolloutClient:
     def _load_tokenizer(self) -> Any:
         from rollout.loader import load_tokenizer
 
-        return load_tokenizer(str(self.info.tokenizer_path))
+        return load_tokenizer(str(self.info.tokenizer_path), self.info.trust_remote_code)
 
     def _begin(self, checked: CheckedCall, step: int | None) -> RunningCall:
         self._check_open()

@@ -24,6 +24,7 @@ class EngineOptions(StrictModel):
         disable_overlap_schedule: finish each step before the next is launched. The results do not differ.
         enable_return_routed_experts: record routes; off, `Trace.routed_experts` is None.
         batch_invariant: results do not depend, in any bit, on batch, chunks or neighbours. Slower.
+        trust_remote_code: let a checkpoint run Python code that it ships; said in the log.
         num_threads: compute threads of torch inside the engine.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
     """
@@ -36,6 +37,7 @@ class EngineOptions(StrictModel):
     disable_overlap_schedule: bool = False
     enable_return_routed_experts: bool = True
     batch_invariant: bool = False
+    trust_remote_code: bool = False
     num_threads: int = Field(1, ge=1, le=256)
     experts_implementation: Literal["hit_experts", "eager", "grouped_mm", "batched_mm"] = "hit_experts"
 

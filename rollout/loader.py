@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -31,37 +32,42 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(path: str, dtype: str) -> LoadedModel:
+def load_model(path: str, dtype: str, trust_remote_code: bool = False) -> LoadedModel:
     """Load a local directory or hub id.
+
+    `trust_remote_code` lets the checkpoint run its own Python code, which the log says.
 
     Raises:
         FileNotFoundError: the path does not exist, or holds no safetensors weights.
         ValueError: not an MoE model, a family that the installed transformers does not know, or weights that are
-            damaged or missing.
+            damaged, missing or quantised.
     """
     path = str(path)
     _check_files(path)
-    config = _load_config(path)
-    _check_routers(path, config)
-    model = _load_weights(path, dtype).eval().requires_grad_(False)
+    if trust_remote_code:
+        logger.warning("trust_remote_code=True: model %r may run its own code in this process", path)
+    config = _load_config(path, trust_remote_code)
+    _check_weights_are_plain(path, config)
+    _check_routers(path, config, trust_remote_code)
+    model = _load_weights(path, dtype, trust_remote_code).eval().requires_grad_(False)
     _check_rope(path, model)
     text = config.get_text_config()
     return LoadedModel(
         model=model,
         spec=RoutingSpec.from_model(model),
-        tokenizer=load_tokenizer(path),
+        tokenizer=load_tokenizer(path, trust_remote_code),
         vocab_size=int(text.vocab_size),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
         eos_token_ids=_eos_token_ids(model),
     )
 
 
-def _load_weights(path: str, dtype: str) -> Any:
+def _load_weights(path: str, dtype: str, trust_remote_code: bool) -> Any:
     """Every weight comes from the files: transformers alone would draw missing ones at random and only warn."""
     try:
         with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                path, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
             )
     except SafetensorError as error:
         raise ValueError(
@@ -88,11 +94,11 @@ def no_progress_bar() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The checkpoint's tokenizer, or None when a local checkpoint ships none."""
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
         return None
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _check_files(path: str) -> None:
@@ -113,22 +119,35 @@ def _check_files(path: str) -> None:
         )
 
 
-def _load_config(path: str) -> Any:
+def _load_config(path: str, trust_remote_code: bool) -> Any:
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise FileNotFoundError(
             f"model {path!r} is no directory in {Path.cwd()}, and as a hub id it cannot be loaded: {error}"
         ) from error
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"model {path!r}: the installed transformers does not know this family ({error})") from error
+    except (ValueError, KeyError, StrictDataclassError) as error:
+        raise ValueError(
+            f"model {path!r}: the installed transformers does not know this family or cannot read its config ({error})"
+        ) from error
 
 
-def _check_routers(path: str, config: Any) -> None:
+def _check_weights_are_plain(path: str, config: Any) -> None:
+    """Quantised weights need kernels of their own, and their logits are not those that a trainer computes."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ValueError(
+            f"model {path!r} has weights quantised with {str(method)!r}, which this engine does not run; "
+            "use a checkpoint in float32, bfloat16 or float16"
+        )
+
+
+def _check_routers(path: str, config: Any, trust_remote_code: bool) -> None:
     """Build the model without memory and look for routers, before any weight is read."""
     try:
         with torch.device("meta"):
-            RoutingSpec.from_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+            RoutingSpec.from_model(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
     except ValueError as error:
         raise ValueError(f"model {path!r}: {error}") from error
 

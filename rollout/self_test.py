@@ -16,6 +16,7 @@ from rollout.attention import LatentCacheError
 from rollout.backend import SampleRequest
 from rollout.capture import RoutedExpertsCapturer
 from rollout.experts import ROW_MULTIPLE
+from rollout.layer_outputs import LayerOutputs, first_difference, record_layers
 from rollout.model_runner import ModelRunner
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Request, Work
@@ -31,10 +32,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.04}
 
 
 class Reference(NamedTuple):
-    """A prompt `[T]`, the plain model's logits `[T, vocab]` and, with capture, its routes `[T, sites, K]`."""
+    """A prompt `[T]`, the plain model's logits `[T, vocab]`, hidden states by layer and, with capture, its routes
+    `[T, sites, K]`."""
 
     tokens: list[int]
     logits: torch.Tensor
+    layers: LayerOutputs
     routes: np.ndarray | None
 
 
@@ -51,11 +54,12 @@ def plain_forward(
     tokens = [token for i in range(2 * length) if (token := (7919 * i + 13) % vocab_size) != pad][:length]
     if capturer is not None:
         capturer.on_forward_begin()
-    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    with record_layers(model) as layers:
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     routes = None
     if capturer is not None:
         routes = capturer.on_forward_end(torch.arange(len(tokens))).routed_experts.numpy()
-    return Reference(tokens, logits.float(), routes)
+    return Reference(tokens, logits.float(), layers, routes)
 
 
 def _prompt_len(config: Any) -> int:
@@ -67,7 +71,7 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
     """Compare the engine's forward with `reference`.
 
     Raises:
-        ValueError: naming the check that failed and by how much.
+        ValueError: naming the check that failed, by how much, and the first layer that differs.
     """
     length = len(reference.tokens)
     ways = {"whole": [length], "in chunks": _chunks(length, 7), "token by token": _chunks(length, 1)}
@@ -79,10 +83,18 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
         if not error <= TOLERANCE[runner.model.dtype]:
             raise ValueError(
                 f"{type(runner.model).__name__} computed {name} {_where(runner)} differs from the plain model: "
-                f"mean logit error {error:.2e} of their spread. Its attention or cache is not supported exactly"
+                f"mean logit error {error:.2e} of their spread, first in {_first_layer(runner, reference, chunks)}. "
+                "Its attention or cache is not supported exactly"
             )
         if reference.routes is not None and routes is not None:
             _check_routes(runner, name, routes, reference.routes)
+
+
+def _first_layer(runner: ModelRunner, reference: Reference, chunks: list[int]) -> str:
+    with record_layers(runner.model) as found:
+        engine_forward(runner, reference.tokens, chunks)
+    name = first_difference(found, reference.layers, TOLERANCE[runner.model.dtype])
+    return "the head" if name is None else f"{name} ({type(runner.model.get_submodule(name)).__name__})"
 
 
 def _where(runner: ModelRunner) -> str:
