@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rollout.router import wrap_forward
+
 MIN_ROWS = 16
 # silu and sigmoid compute the last elements of a tensor, those that fill no pair of SIMD registers, in other last bits.
 # A multiple of 32 rows leaves none.
@@ -108,7 +110,7 @@ def use_experts_implementation(model: Any, name: str) -> None:
     if name == "batch_invariant_experts":
         for module in model.modules():
             if type(module).__name__.endswith("Experts") and not hasattr(module, "has_gate"):
-                module.forward = _with_padded_products(module.forward)
+                wrap_forward(module, _with_padded_products)
 
 
 class _PaddedProducts(TorchFunctionMode):

@@ -9,6 +9,7 @@ the thread and to the router's forward; torch itself is never patched.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,16 +91,16 @@ def _hooked(router: FoundRouter, write: Callable[[torch.Tensor], None]) -> Calla
 
 
 def _tapped(router: FoundRouter, write: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-    module, forward = router.module, router.module.forward
+    def wrap(forward: RouterForward) -> RouterForward:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with SelectionLog() as log:
+                output = forward(*args, **kwargs)
+            write(_chosen(log, router))
+            return output
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with SelectionLog() as log:
-            output = forward(*args, **kwargs)
-        write(_chosen(log, router))
-        return output
+        return watched
 
-    module.forward = watched
-    return lambda: delattr(module, "forward")
+    return wrap_forward(router.module, wrap)
 
 
 def _chosen(log: SelectionLog, router: FoundRouter) -> torch.Tensor:
@@ -181,6 +182,12 @@ def check_forcible(router: FoundRouter, block: torch.nn.Module) -> None:
         )
 
 
+def wrap_forward(module: torch.nn.Module, wrap: Callable[[RouterForward], RouterForward]) -> Callable[[], None]:
+    """Give one module `wrap(its forward)` as forward; returns what undoes it. Forwards are replaced only here."""
+    module.forward = wrap(module.forward)
+    return lambda: delattr(module, "forward")
+
+
 @contextlib.contextmanager
 def wrapped_forwards(routers: list[FoundRouter], wrap: Callable[[int, RouterForward], RouterForward]) -> Iterator[None]:
     """Give each router instance `wrap(site, its forward)` as forward; on leaving, by an error too, it is gone again."""
@@ -190,6 +197,5 @@ def wrapped_forwards(routers: list[FoundRouter], wrap: Callable[[int, RouterForw
                 raise RuntimeError(
                     f"router {router.site.name} is already wrapped: leave the other replay or record first"
                 )
-            router.module.forward = wrap(index, router.module.forward)
-            stack.callback(delattr, router.module, "forward")
+            stack.callback(wrap_forward(router.module, functools.partial(wrap, index)))
         yield

@@ -7,6 +7,7 @@ is read from their code: their forward asks the cache for a state.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from rollout.attention_plan import Span
+from rollout.router import wrap_forward
 
 STATE_CALLS = frozenset({"get_conv_state", "get_recurrent_state"})
 CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
@@ -37,9 +39,10 @@ class StateLayers:
         self._config = model.config.get_text_config()
         self._states: dict[int, DynamicCache] = {}
         self._spans: Sequence[Span] = ()
-        self._modules = find_state_modules(model)
-        for module in self._modules:
-            module.forward = self._by_request(module, module.forward)
+        self._undo = [
+            wrap_forward(module, functools.partial(self._by_request, type(module).__name__))
+            for module in find_state_modules(model)
+        ]
 
     def begin(self, spans: Sequence[Span]) -> None:
         """Start a step; a request at position 0 gets a fresh state."""
@@ -54,14 +57,14 @@ class StateLayers:
 
     def close(self) -> None:
         """Give the modules their own forward back."""
-        for module in self._modules:
-            del module.forward
+        while self._undo:
+            self._undo.pop()()
 
-    def _by_request(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _by_request(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def flattened(*args: Any, **kwargs: Any) -> Any:
             tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
             parts = [self._one(forward, span, tokens, args, kwargs) for span in self._spans]
-            return _joined(parts, tokens, type(module).__name__)
+            return _joined(parts, tokens, name)
 
         return flattened
 
