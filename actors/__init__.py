@@ -19,7 +19,7 @@ __all__ = ["connect", "open_recorder"]
 def connect(
     model: str | Path,
     *,
-    num_actors: int = 2,
+    num_actors: int = 1,
     num_cpus: float = 1,
     num_gpus: float = 0,
     resources: Mapping[str, float] | None = None,
