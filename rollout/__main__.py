@@ -52,6 +52,21 @@ def build_parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="check every file, checksum and row; exit code 1 on problems")
     verify.add_argument("dir", metavar="DIR")
 
+    export = commands.add_parser("export", help="write the traces of a dataset in a trainer's format")
+    export.add_argument("dir", metavar="DIR")
+    export.add_argument(
+        "--to",
+        required=True,
+        metavar="FORMAT",
+        help="verl, slime, miles, megatron, nemo-rl, nemo-rl-string, skyrl, prime-rl, roll, ms-swift, fireworks-r3, "
+        "expert-counts or safetensors",
+    )
+    export.add_argument("--out", required=True, metavar="PATH", help="the file to write; it must not exist")
+    export.add_argument("--step", type=int, metavar="N", help="only this step (default: all)")
+    export.add_argument("--num-layers", type=int, metavar="N", help="decoder layers, for an axis with the dense ones")
+    export.add_argument("--moe-only", action="store_true", help="a layer axis without the dense layers")
+    export.add_argument("--skip-unrecorded", action="store_true", help="leave out samples without routes")
+
     commands.add_parser("families", help="which model families are served, how fast, captured and replayed")
     return parser
 

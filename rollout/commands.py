@@ -161,3 +161,16 @@ def verify(options: argparse.Namespace) -> int:
     dataset = TraceDataset(options.dir)
     sys.stderr.write(f"{options.dir}: {len(dataset.steps)} steps, {len(problems)} problems\n")
     return int(bool(problems))
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write the traces of a dataset, or of one step, in a trainer's format; see `storage.convert.export_file`."""
+    from storage.convert import export_file
+
+    dataset = TraceDataset(options.dir)
+    traces = list(dataset.iter(step=options.step))
+    kept = [trace for trace in traces if trace.route_len or not options.skip_unrecorded]
+    layers = {"num_layers": options.num_layers, "moe_only": options.moe_only}
+    export_file(kept, dataset.spec, to=options.to, out=options.out, **layers)
+    sys.stderr.write(f"{options.out}: {len(kept)} of {len(traces)} samples as {options.to}\n")
+    return 0
