@@ -200,8 +200,8 @@ def _is_checkpointing(model: Any) -> bool:
 def _missing_share(batch: ReplayBatch | np.ndarray) -> float:
     if not isinstance(batch, ReplayBatch):
         return 0.0
-    due = int(batch.attention_mask.sum()) - int(batch.completion_mask.any(-1).sum())
-    return 1 - int(batch.route_mask.sum()) / due if due else 0.0
+    due = int(batch.input_mask.sum())
+    return int((batch.input_mask & ~batch.route_mask).sum()) / due if due else 0.0
 
 
 class _Counts:
