@@ -160,7 +160,7 @@ class ReplayBatch:
 
         input_ids, attention_mask and position_ids; of a packed batch input_ids, position_ids and `use_cache=False`,
         because transformers keeps the sequences apart when positions restart and neither a mask nor a cache is there.
-        That holds for softmax attention; layers with a state (linear attention, convolution) need a padded batch.
+        Some families do not (linear attention, convolution, gpt_oss): RouterReplay refuses them a packed batch.
         """
         from storage.torch_view import model_inputs
 

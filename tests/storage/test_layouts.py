@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from storage import ReplayBatch, RoutingSpec, Site, Trace, WeightSpan, merge_turns
 from storage.layouts import strided_routes
@@ -143,3 +145,25 @@ def test_a_conversation_scores_only_what_was_sampled() -> None:
     assert batch.sample_ids == ["b", "run/0/0/0"]
     with pytest.raises(ValueError, match=r"loss_masks of trace 'b' is 1\.0 at position 4, which was not sampled"):
         ReplayBatch.collate([merge_turns([first, second])], spec=SPEC, loss_masks=[np.ones(5)])
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.sampled_from(["right", "left", "split", "packed"]), st.integers(1, 4), st.integers(5, 10))
+def test_every_sequence_can_be_read_back_from_every_layout(sizes, padding: str, multiple: int, limit: int) -> None:
+    traces = [make_trace(0, i, prompt=prompt, completion=completion) for i, (prompt, completion) in enumerate(sizes)]
+    options = {"padding": padding, "pad_to_multiple_of": multiple, "max_length": limit}
+    batch = ReplayBatch.collate(traces, spec=SPEC, advantages=range(len(traces)), **options)
+    for index, part in enumerate(batch.micro_batches(len(traces))):
+        trace, real = traces[index], part.attention_mask == 1
+        kept = min(len(trace.token_ids), limit)
+        assert part.input_ids[real].tolist() == trace.token_ids[:kept]
+        assert part.position_ids[real].tolist() == list(range(kept))
+        assert part.routed_experts[part.route_mask].tolist() == trace.routed_experts[:kept].tolist()
+        assert part.logprobs[part.completion_mask].tolist() == trace.logprobs[: kept - len(trace.prompt_ids)].tolist()
+        assert set(part.advantages[part.completion_mask].tolist()) <= {index}
+        assert (part.sample_ids, part.truncated.tolist()) == ([trace.sample_id], [kept < len(trace.token_ids)])
+    assert batch.attention_mask.sum() == sum(min(len(trace.token_ids), limit) for trace in traces)
+    assert batch.input_ids.shape[1] % multiple == 0
