@@ -97,7 +97,7 @@ class RouterReplay:
 
         Raises:
             ValueError: before any forward, for ids of another shape, out of range, or twice in a row, and for a packed
-                batch of which `check_packable` refuses the model; in the forward, for a number of tokens other than rows.
+                batch of which `check_packable` refuses the model; in the forward, for a number of tokens not its rows.
             RuntimeError: on leaving, when not every site ran: the forward was cut short, or was another model's.
         """
         rows = _Rows(*self._rows_of(batch))
