@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.packing import check_packable
 from rollout.router import ForcedSelection, RouterForward, check_forcible, wrapped_forwards
 from storage.batch import ReplayBatch
 from storage.sites import find_routers
@@ -86,6 +87,7 @@ class RouterReplay:
             check_forcible(router, model.get_submodule(router.site.name.rpartition(".")[0]))
         self.spec = RoutingSpec(tuple(router.site for router in self._routers))
         self._counts = _Counts(self.spec.num_sites)
+        self._packable = False
 
     @contextlib.contextmanager
     def __call__(self, batch: ReplayBatch | np.ndarray) -> Iterator[Any]:
@@ -94,11 +96,14 @@ class RouterReplay:
         Rows of a ReplayBatch are its `[B, S]` positions, flattened; those outside `route_mask` keep the native choice.
 
         Raises:
-            ValueError: ids of another shape, out of range, or twice in a row, before any forward; in the forward,
-                a number of tokens other than the rows.
+            ValueError: before any forward, for ids of another shape, out of range, or twice in a row, and for a packed
+                batch of which `check_packable` refuses the model; in the forward, for a number of tokens not its rows.
             RuntimeError: on leaving, when not every site ran: the forward was cut short, or was another model's.
         """
         rows = _Rows(*self._rows_of(batch))
+        if isinstance(batch, ReplayBatch) and batch.cu_seqlens is not None and not self._packable:
+            check_packable(self._model)
+            self._packable = True
         self._counts = _Counts(self.spec.num_sites, missing=_missing_share(batch))
         with wrapped_forwards(self._routers, lambda site, forward: self._forced(site, forward, rows)):
             yield batch
@@ -165,9 +170,7 @@ class RouterReplay:
         def replaying(*args: Any, **kwargs: Any) -> Any:
             device = args[0].device if args else next(iter(kwargs.values())).device
             ids, mask = rows.on(device)
-            wide = ids[:, site, :top_k].to(
-                torch.int64
-            )  # one site at a time: int64 ids of all would be 8 times as large
+            wide = ids[:, site, :top_k].long()  # one site at a time: int64 ids of all would be 8 times as large
             with ForcedSelection(wide, mask, name) as selection:
                 out = forward(*args, **kwargs)
             if selection.native is None:
@@ -200,8 +203,8 @@ def _is_checkpointing(model: Any) -> bool:
 def _missing_share(batch: ReplayBatch | np.ndarray) -> float:
     if not isinstance(batch, ReplayBatch):
         return 0.0
-    due = int(batch.attention_mask.sum()) - int(batch.completion_mask.any(-1).sum())
-    return 1 - int(batch.route_mask.sum()) / due if due else 0.0
+    due = int(batch.input_mask.sum())
+    return int((batch.input_mask & ~batch.route_mask).sum()) / due if due else 0.0
 
 
 class _Counts:

@@ -12,6 +12,7 @@ from storage.errors import (
 )
 from storage.staging import clean_staging
 from storage.trace import RoutingSpec, Site, Trace, WeightSpan
+from storage.turns import MergedTrace, merge_turns
 from storage.verify import verify_dataset
 from storage.writer import TraceWriter
 
@@ -20,6 +21,7 @@ __all__ = [
     "DatasetError",
     "DuplicateSampleError",
     "FormatVersionError",
+    "MergedTrace",
     "ReplayBatch",
     "RoutingSpec",
     "Site",
@@ -30,5 +32,6 @@ __all__ = [
     "TraceWriter",
     "WeightSpan",
     "clean_staging",
+    "merge_turns",
     "verify_dataset",
 ]

@@ -130,9 +130,11 @@ class RoutingSpec:
         ids, unused = routes[:, index, : site.top_k], routes[:, index, site.top_k :]
         where = f"{name}: site {index} ({site.name})"
         if unused.any():
-            raise ValueError(f"{where} uses {site.top_k} of {self.top_k} slots, the rest must be 0")
+            row = int(unused.any(axis=1).argmax())
+            raise ValueError(f"{where} uses {site.top_k} of {self.top_k} slots, the rest must be 0, in row {row} too")
+        row = int(((ids < 0) | (ids >= site.num_experts)).any(axis=1).argmax())
         raise ValueError(
-            f"{where} has an id in [{ids.min()}, {ids.max()}], need [0, {site.num_experts}); "
+            f"{where} has an id in [{ids.min()}, {ids.max()}], need [0, {site.num_experts}), first in row {row}; "
             "were these routes recorded with another model?"
         )
 

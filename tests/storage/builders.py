@@ -10,6 +10,41 @@ import numpy as np
 from storage import RoutingSpec, Trace, TraceWriter
 
 SPEC = RoutingSpec.uniform(num_sites=3, num_experts=16, top_k=2)
+ONE = RoutingSpec.uniform(num_sites=1, num_experts=16, top_k=1)
+
+
+def routes(*ids: int) -> np.ndarray:
+    """Rows of ONE."""
+    return np.array(ids, np.uint8).reshape(-1, 1, 1)
+
+
+def make_pair() -> list[Trace]:
+    """Five tokens with routes from position 1 of which one is invalid, and three tokens with a reward."""
+    long = Trace(
+        sample_id="long",
+        step=0,
+        prompt_ids=[11, 12],
+        completion_ids=[13, 14, 15],
+        logprobs=[-1.0, -2.0, -3.0],
+        raw_logprobs=[-1.5, -2.5, -3.5],
+        routed_experts=routes(5, 0, 7),
+        route_start=1,
+        route_valid=[True, False, True],
+        finish_reason="length",
+        weight_versions=[(0, 0, 3), (1, 3, 4)],
+    )
+    short = Trace(
+        sample_id="short",
+        step=0,
+        prompt_ids=[21],
+        completion_ids=[22, 23],
+        logprobs=[-4.0, -5.0],
+        raw_logprobs=[-4.5, -5.5],
+        routed_experts=routes(8, 9),
+        finish_reason="stop",
+        reward=1.0,
+    )
+    return [long, short]
 
 
 def make_trace(step: int = 0, sample: int = 0, *, prompt: int = 3, completion: int = 4, **fields: Any) -> Trace:

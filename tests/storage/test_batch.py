@@ -7,43 +7,12 @@ import pytest
 import torch
 
 from storage import ReplayBatch, RoutingSpec, Trace, WeightSpan
-from tests.storage.builders import SPEC, make_trace, make_traces
-
-ONE = RoutingSpec.uniform(num_sites=1, num_experts=16, top_k=1)
-
-
-def routes(*ids: int) -> np.ndarray:
-    return np.array(ids, np.uint8).reshape(-1, 1, 1)
+from tests.storage.builders import ONE, SPEC, make_pair, make_trace, make_traces
 
 
 @pytest.fixture
 def pair() -> list[Trace]:
-    """Five tokens with routes from position 1 of which one is invalid, and three tokens with a reward."""
-    long = Trace(
-        sample_id="long",
-        step=0,
-        prompt_ids=[11, 12],
-        completion_ids=[13, 14, 15],
-        logprobs=[-1.0, -2.0, -3.0],
-        raw_logprobs=[-1.5, -2.5, -3.5],
-        routed_experts=routes(5, 0, 7),
-        route_start=1,
-        route_valid=[True, False, True],
-        finish_reason="length",
-        weight_versions=[(0, 0, 3), (1, 3, 4)],
-    )
-    short = Trace(
-        sample_id="short",
-        step=0,
-        prompt_ids=[21],
-        completion_ids=[22, 23],
-        logprobs=[-4.0, -5.0],
-        raw_logprobs=[-4.5, -5.5],
-        routed_experts=routes(8, 9),
-        finish_reason="stop",
-        reward=1.0,
-    )
-    return [long, short]
+    return make_pair()
 
 
 def test_right(pair: list[Trace]) -> None:
@@ -94,11 +63,22 @@ def test_dtype_follows_the_spec_and_raw_logprobs_are_all_or_none() -> None:
     ("traces", "options", "message"),
     [
         ([], {}, "empty list"),
-        ([make_trace()], {"padding": "packed"}, "'packed' is not supported; supported: right, left"),
-        ([make_trace()], {"padding": "split"}, "'split' is not supported"),
+        (
+            [make_trace()],
+            {"padding": "middle"},
+            "padding 'middle' is not supported; supported: right, left, split, pac",
+        ),
+        ([make_trace()], {"pad_routes": "zeros"}, "pad_routes 'zeros' is not supported; supported: native, strided"),
+        ([make_trace()], {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0, need 1 or more"),
         ([make_trace(0, 1), make_trace(routed_experts=None)], {}, "'run/0/0/0' has no routes: .* capture off"),
         ([make_trace()], {"spec": ONE}, r"'run/0/0/0'.*shape \(6, 3, 2\), need \[rows, 1, 1\]"),
+        ([make_trace(routed_experts=np.full((6, 3, 2), 16))], {}, r"'run/0/0/0': site 0 .*16\), first in row 0"),
         ([make_trace(prompt=0)], {}, "'run/0/0/0' has no prompt tokens"),
+        ([make_trace()], {"max_length": 2}, "'run/0/0/0': its prompt ends at position 3, behind max_length 2"),
+        ([make_trace()], {"advantages": [1, 2]}, "advantages has 2 entries for 1 traces"),
+        ([make_trace()], {"advantages": [[1, 2]]}, r"'run/0/0/0' has shape \(2,\), need \(4,\): .* position 3 on"),
+        ([make_trace()], {"advantages": [[1, 2, np.nan, 0]]}, "advantages of trace 'run/0/0/0' is nan at position 5"),
+        ([make_trace()], {"loss_masks": [1]}, r"loss_masks of trace 'run/0/0/0' has shape \(\), need \(4,\)"),
     ],
 )
 def test_refusals_name_the_sample(traces: list[Trace], options: dict, message: str) -> None:
@@ -115,7 +95,13 @@ def test_model_inputs_are_the_arrays_as_tensors(pair: list[Trace]) -> None:
     assert batch.tensors()["routed_experts"].shape == (2, 5, 1, 1)
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+def test_the_inputs_of_a_packed_batch_leave_mask_and_cache_out(pair: list[Trace]) -> None:
+    inputs = ReplayBatch.collate(pair, spec=ONE, padding="packed").model_inputs()
+    assert inputs.pop("use_cache") is False
+    assert {name: tensor.shape for name, tensor in inputs.items()} == {"input_ids": (1, 8), "position_ids": (1, 8)}
+
+
+@pytest.mark.parametrize("padding", ["right", "left", "split", "packed"])
 def test_token_logprobs_score_each_sampled_token_by_the_column_before_it(padding: str) -> None:
     batch = ReplayBatch.collate(make_traces(0), spec=SPEC, padding=padding)
     logits = torch.randn(*batch.input_ids.shape, 100, generator=torch.Generator().manual_seed(0)).requires_grad_()
