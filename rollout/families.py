@@ -44,7 +44,7 @@ def measured_table() -> FamilyTable:
     """The table of families.json.
 
     >>> measured_table().rows[0]
-    FamilyRow(family='afmoe', served='fast: slot pool', captured=True, replayed=False)
+    FamilyRow(family='afmoe', served='fast: slot pool', captured=True, replayed=True)
     """
     data = json.loads(TABLE_FILE.read_text(encoding="utf-8"))
     return FamilyTable(data["transformers"], tuple(FamilyRow(**row) for row in data["families"]))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from rollout.calibrate import check_mode, plans_of
+from rollout.forcing import ForcedSelection, native_choice
 from rollout.packing import check_packable
-from rollout.router import ForcedSelection, RouterForward, check_forcible, wrapped_forwards
+from rollout.router import RouterForward, wrapped_forwards
 from storage.batch import ReplayBatch
 from storage.sites import find_routers
 from storage.trace import RoutingSpec
@@ -68,6 +71,10 @@ class Recorded:
 class RouterReplay:
     """Forces the routers of one model instance; other models in the process are untouched.
 
+    How each router selects is found by trying it on two tokens (rollout/calibrate.py). Layers that look experts up by
+    token id (deepseek_v4's first) choose nothing: they are no sites and run as they are. A router that takes maxima
+    (phimoe) replays in eval mode only.
+
     >>> replay = RouterReplay(model)
     >>> with replay(ReplayBatch.collate(traces, spec=replay.spec)) as batch:
     ...     loss(model(**batch.model_inputs())).backward()      # open through backward, for checkpointing
@@ -83,8 +90,7 @@ class RouterReplay:
             raise TypeError(f"RouterReplay takes a loaded model, got {type(model).__name__}")
         self._model = model
         self._routers = find_routers(model)
-        for router in self._routers:
-            check_forcible(router, model.get_submodule(router.site.name.rpartition(".")[0]))
+        self._plans = plans_of(model, self._routers)
         self.spec = RoutingSpec(tuple(router.site for router in self._routers))
         self._counts = _Counts(self.spec.num_sites)
         self._packable = False
@@ -122,8 +128,9 @@ class RouterReplay:
 
         def wrap(site: int, forward: RouterForward) -> RouterForward:
             def recording(*args: Any, **kwargs: Any) -> Any:
-                out = forward(*args, **kwargs)
-                recorded.add(site, out[2])
+                check_mode(self._routers[site], self._plans[site])
+                out, ids = native_choice(self._plans[site], partial(forward, *args, **kwargs))
+                recorded.add(site, ids)
                 return out
 
             return recording
@@ -165,17 +172,21 @@ class RouterReplay:
                 )
 
     def _forced(self, site: int, forward: RouterForward, rows: _Rows) -> RouterForward:
-        name, _, _, top_k = self.spec.sites[site]
+        (name, _, _, top_k), plan = self.spec.sites[site], self._plans[site]
 
         def replaying(*args: Any, **kwargs: Any) -> Any:
             device = args[0].device if args else next(iter(kwargs.values())).device
             ids, mask = rows.on(device)
             wide = ids[:, site, :top_k].long()  # one site at a time: int64 ids of all would be 8 times as large
-            with ForcedSelection(wide, mask, name) as selection:
+            check_mode(self._routers[site], plan)
+            with ForcedSelection(wide, mask, name, plan) as selection:
                 out = forward(*args, **kwargs)
-            if selection.native is None:
-                raise RuntimeError(f"router {name} did not select; nothing was forced")
-            self._counts.add(site, selection.native, wide, mask)
+            selection.check_selected()
+            native = selection.native
+            if native is None:  # what it would have chosen is lost once an earlier choice is answered
+                with torch.no_grad():
+                    _, native = native_choice(plan, partial(forward, *args, **kwargs))
+            self._counts.add(site, native, wide, mask)
             return out
 
         return replaying

@@ -1,9 +1,7 @@
-"""The one seam into a model's routers: watch their choice, or answer it, while the model's own code does the rest.
+"""The one seam into a model's routers: wrap their forwards, and watch the calls with which they select.
 
-A router selects with `torch.topk`; everything behind that call (renormalising, scaling, gathering weights) is the
-model's and stays so. Answering the call with `(scores.gather(-1, forced), forced)` therefore recomputes the weights of
-the forced experts from the live scores, differentiably. The answer is given by a `TorchFunctionMode`, which is local to
-the thread and to the router's forward; torch itself is never patched.
+Forcing a choice is in rollout/forcing.py, finding out how a router selects in rollout/calibrate.py. Calls are watched
+by a `TorchFunctionMode`, which is local to the thread and to the router's forward; torch itself is never patched.
 """
 
 from __future__ import annotations
@@ -20,22 +18,39 @@ from storage.sites import FoundRouter
 
 RouterForward = Callable[..., Any]
 _TOPK = frozenset({torch.topk, torch.Tensor.topk})
-_JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+_MAX = frozenset({torch.max, torch.Tensor.max})
+
+
+def selects(func: Any, out: Any, by_max: bool) -> bool:
+    """Whether a torch call is one with which a router may select: a top-k, or a maximum along an axis."""
+    return func in _MAX and isinstance(out, tuple) if by_max else func in _TOPK
+
+
+def scores_of(args: Any, kwargs: Any) -> torch.Tensor:
+    """The scores that a selecting call chooses from, `[..., experts]`."""
+    scores: torch.Tensor = args[0] if args else kwargs["input"]
+    return scores
 
 
 class SelectionLog(TorchFunctionMode):
-    """Notes the index tensor of each top-k call, and among how many scores it chose."""
+    """Notes the index tensor of each top-k call (or each maximum), and the scores that it chose from."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_max: bool = False) -> None:
         super().__init__()
+        self._by_max = by_max
         self.indices: list[torch.Tensor] = []
-        self.widths: list[int] = []
+        self.scores: list[torch.Tensor] = []
+
+    @property
+    def widths(self) -> list[int]:
+        """Among how many scores each call chose."""
+        return [scores.shape[-1] for scores in self.scores]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _TOPK:
+        if selects(func, out, self._by_max):
             self.indices.append(out[1])
-            self.widths.append((args[0] if args else (kwargs or {})["input"]).shape[-1])
+            self.scores.append(scores_of(args, kwargs))
         return out
 
 
@@ -48,6 +63,11 @@ def returns_ids(output: Any) -> bool:
         and output[2].ndim == 2
         and not output[2].is_floating_point()
     )
+
+
+def returned_ids(output: Any) -> torch.Tensor | None:
+    """The ids `[tokens, K]` among what a router returns, `(logits, weights, ids)` and perhaps more; None without."""
+    return output[2] if isinstance(output, tuple) and returns_ids(output[:3]) else None
 
 
 def watch(model: Any, routers: list[FoundRouter], write: Callable[[int, torch.Tensor], None]) -> Callable[[], None]:
@@ -112,74 +132,6 @@ def _chosen(log: SelectionLog, router: FoundRouter) -> torch.Tensor:
         f"router {name} ({type(router.module).__name__}) does not choose {top_k} of {num_experts} experts in one top-k "
         f"call (it chose {', '.join(found) or 'in another way'}); its choice cannot be recorded"
     )
-
-
-class ForcedSelection(TorchFunctionMode):
-    """Answers the top-k call of one router forward with given ids.
-
-    Args:
-        forced: int64 `[rows, K]`.
-        mask: bool `[rows]` or None; rows that are False keep the router's own choice.
-
-    Attributes:
-        native: int64 `[rows, K]`, what the router would have chosen; None before the call.
-    """
-
-    def __init__(self, forced: torch.Tensor, mask: torch.Tensor | None, name: str) -> None:
-        super().__init__()
-        self._forced, self._mask, self._name = forced, mask, name
-        self.native: torch.Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func not in _TOPK:
-            return out
-        if self.native is not None:
-            raise RuntimeError(f"router {self._name} selected twice in one forward")
-        scores = args[0] if args else (kwargs or {})["input"]
-        rows = scores.numel() // scores.shape[-1]
-        if rows != len(self._forced):
-            raise ValueError(
-                f"router {self._name} sees {rows} tokens but the replay holds {len(self._forced)} rows; replay the "
-                "batch that is forwarded, with all its padding"
-            )
-        self.native = out[1].reshape(rows, -1)
-        ids = self._forced if self._mask is None else torch.where(self._mask[:, None], self._forced, self.native)
-        ids = ids.view(out[1].shape)
-        return torch.return_types.topk((scores.gather(-1, ids), ids))
-
-
-def check_forcible(router: FoundRouter, block: torch.nn.Module) -> None:
-    """Run a router once on arbitrary input and require the one shape of code that can be forced exactly.
-
-    Args:
-        block: the module that owns the router; in some families it is the one that adds jitter.
-
-    Raises:
-        ValueError: by class name, with the reason.
-    """
-    module, site = router
-    name = f"router {site.name} ({type(module).__name__})"
-    weight = next(module.parameters(), None)
-    if weight is None:
-        raise ValueError(f"{name} has no weights; it cannot be replayed")
-    if any(getattr(owner, key, None) for owner in (module, block) for key in _JITTER):
-        raise ValueError(f"{name} adds jitter to its input; set the jitter to 0 in the config before replaying")
-    hidden = torch.randn(2, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
-    try:
-        with torch.no_grad(), SelectionLog() as log:
-            out = module.forward(hidden)
-    except Exception as error:
-        raise ValueError(
-            f"{name} does not take hidden states alone ({error}); its family cannot be replayed yet"
-        ) from error
-    if not returns_ids(out):
-        raise ValueError(f"{name} does not return (logits, weights, ids); its family cannot be replayed yet")
-    if len(log.indices) != 1 or not torch.equal(log.indices[0], out[2]):
-        raise ValueError(
-            f"{name} selects in {len(log.indices)} top-k calls (group-limited routing, say); "
-            "its family cannot be replayed yet"
-        )
 
 
 def wrap_forward(module: torch.nn.Module, wrap: Callable[[RouterForward], RouterForward]) -> Callable[[], None]:
