@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import DynamicCache
 from rollout.attention_plan import Span
 from rollout.router import wrap_forward
 
-STATE_CALLS = frozenset({"get_conv_state", "get_recurrent_state"})
+STATE_CALLS = frozenset({"get_conv_state", "get_recurrent_state", "get_linear_cache"})
 CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
 
@@ -36,7 +37,7 @@ class StateLayers:
     """Wraps the state modules of one model. States live from a request's first token until `forget`."""
 
     def __init__(self, model: Any) -> None:
-        self._config = model.config.get_text_config()
+        self._new_state = _state_maker(model)
         self._states: dict[int, DynamicCache] = {}
         self._spans: Sequence[Span] = ()
         self._undo = [
@@ -49,7 +50,7 @@ class StateLayers:
         self._spans = spans
         for span in spans:
             if span.position == 0:
-                self._states[span.slot] = DynamicCache(config=self._config)
+                self._states[span.slot] = self._new_state()
 
     def forget(self, slot: int) -> None:
         """Drop the state of an ended request."""
@@ -64,7 +65,7 @@ class StateLayers:
         def flattened(*args: Any, **kwargs: Any) -> Any:
             tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
             parts = [self._one(forward, span, tokens, args, kwargs) for span in self._spans]
-            return _joined(parts, tokens, name)
+            return _joined(parts, self._spans, tokens, name)
 
         return flattened
 
@@ -86,14 +87,41 @@ def _tokens_of(value: Any, span: Span, tokens: int) -> Any:
     return value
 
 
-def _joined(parts: list[Any], tokens: int, name: str) -> Any:
-    """The requests' outputs `[1, tokens, ...]` one behind the other; zeros for the padding behind them."""
+def _joined(parts: list[Any], spans: Sequence[Span], tokens: int, name: str) -> Any:
+    """The requests' outputs `[1, tokens, ...]` one behind the other; zeros for the padding behind them.
+
+    Of a tuple, what follows the first output is joined if it has one entry per token, and is None otherwise: a state
+    that a module also returns is nobody's input.
+    """
     if isinstance(parts[0], tuple):
-        return tuple(_joined(list(column), tokens, name) for column in zip(*parts, strict=True))
-    if parts[0] is None:
-        return None
+        first, *others = zip(*parts, strict=True)
+        rest = [_padded(list(column), tokens) if _per_token(column, spans) else None for column in others]
+        return _joined(list(first), spans, tokens, name), *rest
+    if not _per_token(parts, spans):
+        shapes = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]
+        raise ValueError(f"{name} returns {shapes[0]}, not one entry per token; its state cannot be kept per request")
+    return _padded(parts, tokens)
+
+
+def _per_token(parts: Sequence[Any], spans: Sequence[Span]) -> bool:
+    return all(
+        isinstance(part, torch.Tensor) and part.ndim >= 2 and part.shape[:2] == (1, span.end - span.start)
+        for part, span in zip(parts, spans, strict=True)
+    )
+
+
+def _padded(parts: list[torch.Tensor], tokens: int) -> torch.Tensor:
     out = torch.cat(parts, dim=1)
-    if out.shape[1] > tokens or out.shape[0] != 1:
-        raise ValueError(f"{name} returns {tuple(out.shape)} for {tokens} tokens; its state cannot be kept per request")
-    padding = out.new_zeros(1, tokens - out.shape[1], *out.shape[2:])
-    return torch.cat([out, padding], dim=1) if padding.shape[1] else out
+    missing = tokens - out.shape[1]
+    return torch.cat([out, out.new_zeros(1, missing, *out.shape[2:])], dim=1) if missing else out
+
+
+def _state_maker(model: Any) -> Callable[[], DynamicCache]:
+    """A family's own cache class, if its module defines one (minimax), else transformers' for its config."""
+    module = sys.modules[type(model).__module__]
+    own = [
+        thing
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, DynamicCache) and thing.__module__ == module.__name__
+    ]
+    return own[0] if own else functools.partial(DynamicCache, config=model.config.get_text_config())
