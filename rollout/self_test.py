@@ -7,6 +7,7 @@ each would give wrong rows silently. A short prompt is computed whole, in chunks
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from rollout.sampling import SamplingParams
 from rollout.scheduler import Request, Work
 from rollout.stops import StopChecker
 
+logger = logging.getLogger(__name__)
 PROMPT_LEN = 24
 MAX_WINDOW = 64  # the prompt is made longer than windows up to here
 OWN_CACHE_PROMPT_LEN = 96  # compressed and sparse caches show their differences late
@@ -29,6 +31,9 @@ MAX_ROWS_INVARIANT = 2048
 MAX_ROWS = 2 * (MAX_WINDOW + 8) + ROW_MULTIPLE  # of one forward here: two prompts, and padding
 # Mean |difference| of logits as a share of their spread. A wrong mask or scale is off by more than 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.04}
+# Some state-space layers of transformers decode with another algorithm than they compute a prompt with (nemotron_h
+# clamps its time steps in one of them only): up to here that is said in the log, and not held against the engine.
+STATE_TOLERANCE = 1e-2
 
 
 class Reference(NamedTuple):
@@ -80,7 +85,16 @@ def check_engine(runner: ModelRunner, reference: Reference) -> None:
     for name, chunks in ways.items():
         logits, routes = _supported_forward(runner, reference.tokens, chunks)
         error = float((logits - reference.logits).abs().mean() / reference.logits.std())
-        if not error <= TOLERANCE[runner.model.dtype]:
+        limit = TOLERANCE[runner.model.dtype]
+        if runner.whole_prompts and limit < error <= STATE_TOLERANCE:
+            logger.warning(
+                "%s computed %s differs by %.1e from one forward: its layers decode with another algorithm, also in "
+                "transformers; a trainer's forward will not agree to the last digits",
+                type(runner.model).__name__,
+                name,
+                error,
+            )
+        elif not error <= limit:
             raise ValueError(
                 f"{type(runner.model).__name__} computed {name} {_where(runner)} differs from the plain model: "
                 f"mean logit error {error:.2e} of their spread, first in {_first_layer(runner, reference, chunks)}. "

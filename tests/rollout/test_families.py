@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rollout import RolloutClient, SamplingParams
 from rollout.__main__ import main
 from rollout.families import FamilyRow, declared_families, family_table, measured_table
+from rollout.self_test import TOLERANCE
 from storage import Trace
 from tests.families import NOT_BUILDABLE, VOCAB, WINDOW, save_tiny
 from tests.measure_families import measure
@@ -159,3 +161,13 @@ def test_with_another_version_what_was_not_measured_is_said(monkeypatch):
         ["mixtral", "newest_moe"],
         ["fast: slot pool", "not measured: tried, and tested, when it is loaded"],
     ]
+
+
+def test_a_family_that_decodes_otherwise_than_it_computes_prompts_is_served_with_a_word(tiny, caplog, monkeypatch):
+    """nemotron_h clamps its time steps in prompts and not in decoding: transformers' own decode differs as much, here
+    by more than 1e-6 and on long prompts by more than the usual tolerance."""
+    monkeypatch.setitem(TOLERANCE, torch.float32, 1e-6)
+    path = tiny("nemotron_h", time_step_min=0.001)
+    with caplog.at_level("WARNING", logger="rollout.self_test"):
+        check(path, 2048, SLOW_ERROR)
+    assert "decode with another algorithm" in caplog.text
