@@ -118,6 +118,7 @@ def _tested_runner(
     _choose_cache(runner, reference, plain_attention, loaded)
     if options.batch_invariant and runner.own_caches is None:
         check_batch_invariance(runner, reference, options.max_batch_tokens)
+    runner.forget_all()
     return runner
 
 
@@ -141,7 +142,11 @@ def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: st
             runner.states = None
         runner.own_caches = OwnCacheForward(runner.model)
         limits = loaded.vocab_size, loaded.max_positions, OWN_CACHE_PROMPT_LEN
-        check_engine(runner, runner.stream.call(lambda: plain_forward(runner.model, runner.capturer, *limits)))
+        longer = runner.stream.call(lambda: plain_forward(runner.model, runner.capturer, *limits))
+        try:
+            check_engine(runner, longer)
+        except ValueError as second:
+            raise ValueError(f"{second}. On the slot pool: {error}") from second
         logger.warning("%s. It runs on its own cache instead: exact, but one forward per request and step", error)
 
 

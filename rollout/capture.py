@@ -145,8 +145,8 @@ class RoutedExpertsCapturer:
 
     def reserve(self, rows: int) -> None:
         """Make room for steps of `rows` tokens."""
-        if rows > len(self._buffer):
-            self._buffer = torch.zeros((rows, *self.spec.row_shape), dtype=torch.int32)
+        if rows > len(self._buffer):  # numpy's zeros cost no memory until they are written
+            self._buffer = torch.from_numpy(np.zeros((rows, *self.spec.row_shape), np.int32))
 
     def on_forward_end(
         self,

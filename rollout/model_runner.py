@@ -113,6 +113,12 @@ class ModelRunner:
         """
         self.stream.launch(lambda: self._clear(slot, count))
 
+    def forget_all(self) -> None:
+        """Drop the states and caches that the self-test left."""
+        for keeper in (self.states, self.own_caches):
+            if keeper is not None:
+                keeper.clear()
+
     def _clear(self, slot: int, count: int) -> None:
         for keeper in (self.states, self.own_caches):
             if keeper is not None:

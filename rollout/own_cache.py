@@ -41,12 +41,20 @@ class OwnCacheForward:
         """Drop the cache of an ended request."""
         self._caches.pop(slot, None)
 
+    def clear(self) -> None:
+        """Drop all caches."""
+        self._caches.clear()
+
     def _forward(self, span: Span, ids: torch.Tensor, positions: torch.Tensor, wanted: list[int]) -> torch.Tensor:
-        begun = {self._keyword: self._caches[span.slot]} if span.position else {}
+        cache = self._caches.get(span.slot) if span.position else None
+        begun = {} if cache is None else {self._keyword: cache}
         output = self._model(input_ids=ids, position_ids=positions, use_cache=True, **begun)
+        logits = output.logits[0, wanted]
         if not span.position:
             self._caches[span.slot] = _cache_of(output)
-        return output.logits[0, wanted]
+        elif cache is None:  # the step that would have made it failed and ended its requests: this result is nobody's
+            logits = torch.full_like(logits, torch.nan)
+        return logits
 
 
 def cache_keyword(model: Any) -> str:

@@ -56,6 +56,10 @@ class StateLayers:
         """Drop the state of an ended request."""
         self._states.pop(slot, None)
 
+    def clear(self) -> None:
+        """Drop all states."""
+        self._states.clear()
+
     def close(self) -> None:
         """Give the modules their own forward back."""
         while self._undo:

@@ -171,3 +171,31 @@ def test_a_family_that_decodes_otherwise_than_it_computes_prompts_is_served_with
     with caplog.at_level("WARNING", logger="rollout.self_test"):
         check(path, 2048, SLOW_ERROR)
     assert "decode with another algorithm" in caplog.text
+
+
+def test_a_failed_step_of_the_slow_path_ends_its_own_requests_only(tiny):
+    """The next step was launched before: its decodes of the ended requests have no cache, its other requests go on."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with RolloutClient.local(tiny("zaya"), max_batch_tokens=16, max_running_requests=4, kv_tokens=2000) as client:
+        expected = client.sample([[5] * 20], sampling_params=params)[0].completion_ids
+        runner = client.backend._built.runner
+        forward, calls = runner.logits, []
+
+        def failing(batch):
+            calls.append(None)
+            if len(calls) == 2:
+                raise MemoryError("transient")
+            return forward(batch)
+
+        runner.logits = failing
+        traces = client.sample([[5] * 20] * 30, sampling_params=params)
+        assert not runner.own_caches._caches
+    failed = [trace for trace in traces if trace.finish_reason == "error"]
+    assert {trace.error for trace in failed} == {"MemoryError: transient"}
+    assert 1 <= len(failed) <= 4
+    assert {tuple(t.completion_ids) for t in traces if t.finish_reason != "error"} == {tuple(expected)}
+
+
+def test_the_self_test_leaves_no_state_behind(tiny):
+    with RolloutClient.local(tiny("jamba"), batch_invariant=True) as client:
+        assert client.backend._built.runner.states._states == {}
