@@ -71,10 +71,6 @@ class CpuStream:
         self.launch(lambda: results.append(work())).synchronize()
         return results[0]
 
-    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device; on a CPU the same storage, which the caller must not write again."""
-        return tensor
-
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the host. On a CPU the same storage: callers pass snapshots that no later step writes."""
         return tensor

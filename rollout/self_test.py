@@ -192,15 +192,13 @@ def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarr
     batch = runner.prepare(works)
     rows = len(batch.attention.out_cache_loc)
     batch = dataclasses.replace(batch, logits_rows=torch.arange(rows + batch.num_padding))
-    found: list[Any] = []
 
-    def work() -> None:
-        if runner.capturer is not None:
-            runner.capturer.on_forward_begin()
-        found.append(runner.logits(batch)[:rows].float())
-        if runner.capturer is not None:
-            output = runner.capturer.on_forward_end(batch.attention.out_cache_loc, forwards=runner.forward_rows(batch))
-            found.append(output.routed_experts.numpy())
+    def work() -> tuple[torch.Tensor, np.ndarray | None]:
+        if runner.capturer is None:
+            return runner.logits(batch)[:rows].float(), None
+        runner.capturer.on_forward_begin()
+        logits = runner.logits(batch)[:rows].float()
+        output = runner.capturer.on_forward_end(batch.attention.out_cache_loc, forwards=runner.forward_rows(batch))
+        return logits, output.routed_experts.numpy()
 
-    runner.stream.run(work)
-    return found[0], found[1] if len(found) > 1 else None
+    return runner.stream.call(work)
