@@ -168,10 +168,9 @@ def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, mask: 
 
 def _causal_mask(queries: int, keys: int, position: int, reach: Reach, like: torch.Tensor) -> torch.Tensor:
     """Additive `[queries, keys]` for queries at `position`, `position + 1`, ... and keys from position 0."""
-    at = torch.arange(position, position + queries)[:, None]
-    first = torch.tensor([reach.first(position + i) for i in range(queries)])[:, None]
-    key = torch.arange(keys)
-    return like.new_zeros(queries, keys).masked_fill_((key > at) | (key < first), -torch.inf)
+    at = torch.arange(position, position + queries, device=like.device)[:, None]
+    key = torch.arange(keys, device=like.device)
+    return like.new_zeros(queries, keys).masked_fill_((key > at) | (key < reach.first_of(at)), -torch.inf)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, span: Span) -> torch.Tensor:

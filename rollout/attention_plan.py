@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from rollout.device import Stream
 from rollout.experts import ROW_MULTIPLE
 from rollout.kv_pool import KVPool
 
@@ -49,6 +51,12 @@ class Reach(NamedTuple):
             return max(0, position - self.window + 1)
         return position // self.chunk * self.chunk if self.chunk is not None else 0
 
+    def first_of(self, position: torch.Tensor) -> torch.Tensor:
+        """The same for a tensor of positions, wherever it lies."""
+        if self.window is not None:
+            return (position - self.window + 1).clamp_min(0)
+        return position // self.chunk * self.chunk if self.chunk is not None else torch.zeros_like(position)
+
 
 class DecodeGroup(NamedTuple):
     """Tokens `[start, end)`, one per request, whose keys start at `slot`, `slot + stride`, ...: one strided view."""
@@ -64,19 +72,18 @@ class DecodeGroup(NamedTuple):
         """Keys that the view holds per request."""
         return max(self.kv_lens)
 
-    def mask(self, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, kv_lens: torch.Tensor, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
         """Additive, `[requests, 1, 1, longest]`: 0 where a request's newest token sees the key, else -inf."""
-        last = torch.tensor(self.kv_lens)[:, None, None, None]
-        first = torch.tensor([reach.first(kv_len - 1) for kv_len in self.kv_lens])[:, None, None, None]
-        key = torch.arange(self.longest)
-        return torch.zeros(len(self.kv_lens), 1, 1, self.longest, dtype=dtype).masked_fill_(
-            (key >= last) | (key < first), -torch.inf
-        )
+        last = kv_lens[:, None, None, None] - 1
+        key = torch.arange(self.longest, device=kv_lens.device)
+        hidden = (key > last) | (key < reach.first_of(last))
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where each token of a step reads and writes. Host integers, but for `out_cache_loc`, the slot per token.
+    """Where each token of a step reads and writes. Host integers, but for `out_cache_loc`, the slot per token, and, if
+    there are groups, `kv_lens`, the keys of each token's request; both int64 `[tokens]`.
 
     With a latent cache, which a model expands to keys and values itself, `gathered` holds the slots that are read,
     int64 `[keys of all spans]`, and `Span.slot` counts within them.
@@ -88,6 +95,7 @@ class AttentionBatch:
     out_cache_loc: torch.Tensor
     batch_invariant: bool
     gathered: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
     _masks: dict[tuple[int, Reach], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -102,7 +110,8 @@ class AttentionBatch:
         runs = _even_runs([span for span in spans if span.end - span.start == 1])
         grouped = {span.start for run in runs for span in run}
         singles = [span for span in spans if span.start not in grouped]
-        return cls(pool, singles, [_group(run) for run in runs], out_cache_loc, False)
+        groups = [_group(run) for run in runs]
+        return cls(pool, singles, groups, out_cache_loc, False, kv_lens=_kv_lens(spans) if groups else None)
 
     @classmethod
     def _plan_latent(
@@ -119,9 +128,19 @@ class AttentionBatch:
     def mask(self, group: DecodeGroup, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
         """The group's mask for layers of one reach, built once per step."""
         key = group.start, reach
-        if key not in self._masks:
-            self._masks[key] = group.mask(reach, dtype)
+        if key not in self._masks and self.kv_lens is not None:
+            self._masks[key] = group.mask(self.kv_lens[group.start : group.end], reach, dtype)
         return self._masks[key]
+
+    def to_device(self, stream: Stream) -> AttentionBatch:
+        """Copied without waiting."""
+        return replace(
+            self,
+            out_cache_loc=stream.to_device(self.out_cache_loc),
+            gathered=None if self.gathered is None else stream.to_device(self.gathered),
+            kv_lens=None if self.kv_lens is None else stream.to_device(self.kv_lens),
+            _masks={},
+        )
 
 
 @dataclass
@@ -164,6 +183,10 @@ def _even_runs(spans: Sequence[Span]) -> list[list[Span]]:
         if not runs or not runs[-1].extend(span):
             runs.append(_Run([span]))
     return [run.spans for run in runs if len(run.spans) > 1]
+
+
+def _kv_lens(spans: Sequence[Span]) -> torch.Tensor:
+    return torch.from_numpy(np.repeat([s.kv_len for s in spans], [s.end - s.start for s in spans]))
 
 
 def _group(run: list[Span]) -> DecodeGroup:

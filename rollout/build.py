@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rollout.attention import LatentCacheError, use_slot_attention
 from rollout.backend import ModelInfo
 from rollout.capture import RoutedExpertsCapturer
 from rollout.config import EngineOptions
-from rollout.device import CpuStream, open_stream
+from rollout.device import Stream, open_stream
 from rollout.engine import Engine
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
-from rollout.loader import LoadedModel, load_model, rope_types
+from rollout.loader import LoadedModel, load_model, move_model, rope_types
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
 from rollout.scheduler import Request, Scheduler
@@ -41,7 +43,7 @@ class BuiltEngine:
     runner: ModelRunner
     info: ModelInfo
     tokenizer: Any
-    stream: CpuStream
+    stream: Stream
 
     def update_weights(self, source: Any, version: int) -> None:
         """See LocalBackend.update_weights."""
@@ -70,23 +72,27 @@ def build_engine(path: str, options: EngineOptions, on_finish: Callable[[Request
     """Load `path` and return a tested engine. Nothing keeps running when it fails."""
     stream = open_stream(options.device, options.num_threads)
     try:
-        return _build(path, options, on_finish, stream)
+        return build_on(stream, path, options, on_finish)
     except BaseException:
         stream.close()
         raise
 
 
-def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], None], stream: CpuStream) -> BuiltEngine:
+def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Callable[[Request], None]) -> BuiltEngine:
+    """The same on a stream that the caller opened, and closes when this fails."""
+    _check_device(options, stream.device)
     loaded = load_model(path, options.dtype, options.trust_remote_code)
+    stream.run(lambda: move_model(loaded.model, stream.device))
     capturer = None
     if options.enable_return_routed_experts:
         rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS)
-        capturer = RoutedExpertsCapturer(loaded.model, loaded.spec, rows)
+        capturer = stream.call(lambda: RoutedExpertsCapturer(loaded.model, loaded.spec, rows))
     runner = _tested_runner(loaded, options, capturer, stream)
     kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options, runner.pool.token_bytes)
-    runner.pool.resize(kv_tokens)
+    runner.resize(kv_tokens)
     if capturer is not None and runner.whole_prompts:
-        capturer.reserve(options.max_batch_tokens + min(loaded.max_positions, kv_tokens) + ROW_MULTIPLE)
+        longest = options.max_batch_tokens + min(loaded.max_positions, kv_tokens) + ROW_MULTIPLE
+        stream.run(lambda: capturer.reserve(longest))
     scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens, runner.whole_prompts)
     engine = Engine(
         runner,
@@ -101,7 +107,7 @@ def _build(path: str, options: EngineOptions, on_finish: Callable[[Request], Non
 
 
 def _tested_runner(
-    loaded: LoadedModel, options: EngineOptions, capturer: RoutedExpertsCapturer | None, stream: CpuStream
+    loaded: LoadedModel, options: EngineOptions, capturer: RoutedExpertsCapturer | None, stream: Stream
 ) -> ModelRunner:
     """Switch the model to our attention and experts, over a pool just large enough for the self-test, and test it."""
     model = loaded.model
@@ -109,8 +115,7 @@ def _tested_runner(
     reference = stream.call(lambda: plain_forward(model, capturer, loaded.vocab_size, loaded.max_positions))
     plain_attention = model.config._attn_implementation
     use_slot_attention(model)
-    experts = "batch_invariant_experts" if options.batch_invariant else options.experts_implementation
-    use_experts_implementation(model, experts)
+    use_experts_implementation(model, _experts(options, stream.device))
     size = 2 * len(reference.tokens)
     runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant)
     if find_state_modules(model):
@@ -120,6 +125,27 @@ def _tested_runner(
         check_batch_invariance(runner, reference, options.max_batch_tokens)
     runner.forget_all()
     return runner
+
+
+def _experts(options: EngineOptions, device: torch.device) -> str:
+    if options.batch_invariant:
+        return "batch_invariant_experts"
+    if options.experts_implementation == "auto":
+        return "hit_experts" if device.type == "cpu" else "grouped_mm"
+    return options.experts_implementation
+
+
+def _check_device(options: EngineOptions, device: torch.device) -> None:
+    """Combinations that would wait for the device in every layer, or were never shown to be exact there."""
+    if device.type == "cpu":
+        return
+    if options.batch_invariant:
+        raise ValueError(f"batch_invariant=True is not available on device {str(device)!r}; use device='cpu'")
+    if options.experts_implementation in ("hit_experts", "eager"):
+        raise ValueError(
+            f"experts_implementation={options.experts_implementation!r} waits in every layer of device "
+            f"{str(device)!r} to learn which experts were hit; use 'auto' or 'grouped_mm'"
+        )
 
 
 def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel) -> None:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollout.device import CpuStream, Event
+from rollout.device import Event, Stream
+from rollout.kv_pool import lazy_zeros
 from rollout.router import watch
 from storage.sites import find_routers
 from storage.trace import RoutingSpec
@@ -59,13 +60,14 @@ class RouteSegment(NamedTuple):
     end: int
     position: int
     routes: RequestRoutes
+    sample_id: str = ""
 
 
 class RouteState(enum.Enum):
     """Life of a step's routes."""
 
     CAPTURED = "captured"
-    COPIED = "copied"
+    COPYING = "copying"
     FINALIZED = "finalized"
 
 
@@ -73,10 +75,11 @@ class RoutedExpertsOutput:
     """The routes of one step.
 
     Args:
-        out_cache_loc: int64 `[tokens]`, the slot of each token.
+        out_cache_loc: int64 `[tokens]` on the host, the slot of each token.
         routed_experts: `[tokens, sites, K]` of the spec's dtype, a snapshot on the device.
         host_cache: optional `[slots, sites, K]` that also receives the rows, by slot.
         segments: which request each row belongs to, noted at launch.
+        step: its number, for messages.
     """
 
     def __init__(
@@ -85,25 +88,27 @@ class RoutedExpertsOutput:
         routed_experts: torch.Tensor,
         host_cache: np.ndarray | None = None,
         segments: Sequence[RouteSegment] = (),
+        step: int = -1,
     ) -> None:
         self.out_cache_loc = out_cache_loc
         self.routed_experts = routed_experts
         self.host_cache = host_cache
         self.segments = segments
+        self.step = step
         self.state = RouteState.CAPTURED
         self._copy_done: Event | None = None
 
-    def copy_to_cpu(self, stream: CpuStream, copy_done: Event) -> None:
+    def copy_to_cpu(self, stream: Stream, copy_done: Event) -> None:
         """Start the copy to the host; `copy_done` is recorded after it."""
-        self._advance(RouteState.CAPTURED, RouteState.COPIED)
+        self._advance(RouteState.CAPTURED, RouteState.COPYING)
         self.routed_experts = stream.to_host(self.routed_experts)
         self._copy_done = copy_done
 
     def finalize(self) -> None:
         """Hand the rows over. Raises RuntimeError when called twice, or before the copy is done."""
         if self._copy_done is None or not self._copy_done.query():
-            raise RuntimeError(f"routes finalized in state {self.state.value} before their copy was done")
-        self._advance(RouteState.COPIED, RouteState.FINALIZED)
+            raise RuntimeError(f"{self._name()} finalized in state {self.state.value} before their copy was done")
+        self._advance(RouteState.COPYING, RouteState.FINALIZED)
         rows = self.routed_experts.numpy()
         if self.host_cache is not None:
             self.host_cache[self.out_cache_loc.numpy()] = rows
@@ -112,8 +117,13 @@ class RoutedExpertsOutput:
 
     def _advance(self, before: RouteState, after: RouteState) -> None:
         if self.state is not before:
-            raise RuntimeError(f"routes cannot become {after.value}: they are {self.state.value}, not {before.value}")
+            raise RuntimeError(
+                f"{self._name()} cannot become {after.value}: they are {self.state.value}, not {before.value}"
+            )
         self.state = after
+
+    def _name(self) -> str:
+        return f"routes of step {self.step} (requests {[segment.sample_id for segment in self.segments]})"
 
 
 class RoutedExpertsCapturer:
@@ -126,8 +136,9 @@ class RoutedExpertsCapturer:
 
     def __init__(self, model: Any, spec: RoutingSpec, max_batch_tokens: int) -> None:
         self.spec = spec
+        self._device = model.device
         self._dtype = torch.uint8 if spec.dtype.itemsize == 1 else torch.uint16
-        self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32)
+        self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32, device=self._device)
         self._seen: list[tuple[int, int]] = []
         self._written = [0] * spec.num_sites
         self.close = watch(model, find_routers(model), self._write)
@@ -138,6 +149,11 @@ class RoutedExpertsCapturer:
         self._written[site] += len(ids)
         self._seen.append((site, len(ids)))
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of one step that there is room for."""
+        return len(self._buffer)
+
     def on_forward_begin(self) -> None:
         """Start a step: forget which hooks fired; a step that failed half-way leaves nothing behind."""
         self._seen.clear()
@@ -145,8 +161,8 @@ class RoutedExpertsCapturer:
 
     def reserve(self, rows: int) -> None:
         """Make room for steps of `rows` tokens."""
-        if rows > len(self._buffer):  # numpy's zeros cost no memory until they are written
-            self._buffer = torch.from_numpy(np.zeros((rows, *self.spec.row_shape), np.int32))
+        if rows > self.max_rows:
+            self._buffer = lazy_zeros((rows, *self.spec.row_shape), torch.int32, self._device)
 
     def on_forward_end(
         self,
@@ -155,6 +171,7 @@ class RoutedExpertsCapturer:
         host_cache: np.ndarray | None = None,
         forwards: Sequence[int] | None = None,
         no_copy_to_cpu: bool = True,
+        step: int = -1,
     ) -> RoutedExpertsOutput:
         """Snapshot this step's rows, one per slot in `out_cache_loc`; rows of padding behind them are left out.
 
@@ -171,4 +188,4 @@ class RoutedExpertsCapturer:
                 f"routers wrote (site, rows) {self._seen}, expected each of {self.spec.num_sites} sites once, in order "
                 f"with {counts} rows; this model's routing cannot be recorded"
             )
-        return RoutedExpertsOutput(out_cache_loc, self._buffer[:rows].to(self._dtype), host_cache, segments)
+        return RoutedExpertsOutput(out_cache_loc, self._buffer[:rows].to(self._dtype), host_cache, segments, step)

@@ -16,7 +16,7 @@ class EngineOptions(StrictModel):
     2048
 
     Attributes:
-        device: "cpu"; other devices are refused when the engine starts.
+        device: "cpu", "cuda" or "cuda:N"; one that is not there is refused when the engine starts.
         dtype: of weights and activations; "auto" is the checkpoint's own. A torch.dtype is fine too.
         max_running_requests: sequences decoded together.
         max_batch_tokens: tokens of one forward; longer prompts are computed in chunks.
@@ -27,6 +27,7 @@ class EngineOptions(StrictModel):
         trust_remote_code: let a checkpoint run Python code that it ships; said in the log.
         num_threads: compute threads of torch inside the engine.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
+            "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
     """
 
     device: str = "cpu"
@@ -39,7 +40,7 @@ class EngineOptions(StrictModel):
     batch_invariant: bool = False
     trust_remote_code: bool = False
     num_threads: int = Field(1, ge=1, le=256)
-    experts_implementation: Literal["hit_experts", "eager", "grouped_mm", "batched_mm"] = "hit_experts"
+    experts_implementation: Literal["auto", "hit_experts", "eager", "grouped_mm", "batched_mm"] = "auto"
 
     @field_validator("dtype", mode="before")
     @classmethod

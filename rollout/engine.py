@@ -149,7 +149,7 @@ class Engine:
             self._fail(result.step, result.batch, error)
             return
         self.stats.events.append(StepEvent("finalize", result.step, time.perf_counter(), 0))
-        for work, output in zip([w for w in result.batch if w.samples], _host_outputs(result), strict=True):
+        for work, output in zip([w for w in result.batch if w.samples], result.outputs(), strict=True):
             self._deliver(work.request, *output)
 
     def _deliver(self, request: Request, token: int, logprob: float, raw_logprob: float) -> None:
@@ -196,9 +196,3 @@ class Engine:
         logger.error("step %d failed: %s", step, error, exc_info=error)
         for work in batch:
             self._end_with(work.request, error)
-
-
-def _host_outputs(result: GenerationBatchResult) -> list[tuple[int, float, float]]:
-    if result.next_tokens is None or result.logprobs is None or result.raw_logprobs is None:
-        return []
-    return list(zip(result.next_tokens.tolist(), result.logprobs.tolist(), result.raw_logprobs.tolist(), strict=True))

@@ -90,7 +90,7 @@ class KVPool:
     def begin(self, batch: StepSlots, position_ids: torch.Tensor) -> None:
         """Start a step that writes and reads the slots of `batch`, over tokens at these positions, int64 `[tokens]`."""
         self._batch = batch
-        self._offsets = position_ids - torch.arange(len(position_ids))
+        self._offsets = position_ids - torch.arange(len(position_ids), device=position_ids.device)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -128,8 +128,8 @@ class KVPool:
         try:
             for store in (self.keys, self.values):
                 for layer, old in store.items():
-                    store[layer] = _lazy_zeros((size, *old.shape[1:]), old.dtype)
-        except MemoryError as error:
+                    store[layer] = lazy_zeros((size, *old.shape[1:]), old.dtype, old.device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
             raise ValueError(f"kv_tokens={size} does not fit into memory ({error}); choose a smaller pool") from error
 
     def clear(self, slot: int, count: int) -> None:
@@ -140,11 +140,13 @@ class KVPool:
     def _write(self, store: dict[int, torch.Tensor], layer: int, slots: torch.Tensor, states: torch.Tensor) -> None:
         rows = states[0].transpose(0, 1)
         if layer not in store:
-            store[layer] = _lazy_zeros((self.size, *rows.shape[1:]), rows.dtype)
+            store[layer] = lazy_zeros((self.size, *rows.shape[1:]), rows.dtype, rows.device)
         store[layer].index_copy_(0, slots, rows[: len(slots)])
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages cost no memory until they are written (torch.zeros writes them all)."""
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU their pages cost no memory until they are written (torch.zeros writes them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

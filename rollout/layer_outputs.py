@@ -52,4 +52,4 @@ def _decoder_layers(model: Any) -> list[tuple[str, torch.nn.Module]]:
 
 def _rows(output: Any) -> torch.Tensor:
     states = output[0] if isinstance(output, tuple) else output
-    return states.detach().reshape(-1, states.shape[-1]).float().clone()
+    return states.detach().reshape(-1, states.shape[-1]).float().cpu().clone()

@@ -82,6 +82,13 @@ def _load_weights(path: str, dtype: str, trust_remote_code: bool) -> Any:
     return model
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def move_model(model: Any, device: torch.device) -> None:
+    """Move all weights in place; as ordinary tensors, so that they can still be replaced."""
+    model.to(device)
+
+
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
     """transformers draws its bar even where stderr is no terminal."""

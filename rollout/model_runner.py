@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from rollout.attention_plan import AttentionBatch, Span
 from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSegment
-from rollout.device import CpuStream, Event
+from rollout.device import Event, Stream
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.kv_pool import KVPool
 from rollout.own_cache import OwnCacheForward, cache_keyword
@@ -22,18 +22,31 @@ from rollout.state_layers import StateLayers
 
 @dataclass
 class ForwardBatch:
-    """Inputs of one step. The first `len(decode_rows)` tokens were sampled by earlier steps: read on the device."""
+    """Inputs of one step. The first `len(decode_rows)` tokens were sampled by earlier steps: read on the device.
+
+    Prepared on the host, and copied whole by `to_device`; `slots` and what is no tensor stay on the host.
+    """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     decode_rows: torch.Tensor
     spans: list[Span]
+    slots: torch.Tensor
     attention: AttentionBatch
     logits_rows: torch.Tensor
     num_padding: int
     sample_rows: torch.Tensor
     sampling: SamplingBatch | None
     segments: list[RouteSegment]
+
+    def to_device(self, stream: Stream) -> ForwardBatch:
+        """Copied without waiting."""
+        moved: dict[str, Any] = {name: stream.to_device(getattr(self, name)) for name in _STEP_TENSORS}
+        sampling = self.sampling and self.sampling.to_device(stream)
+        return replace(self, attention=self.attention.to_device(stream), sampling=sampling, **moved)
+
+
+_STEP_TENSORS = ("input_ids", "position_ids", "decode_rows", "logits_rows", "sample_rows")
 
 
 @dataclass
@@ -51,7 +64,7 @@ class GenerationBatchResult:
     routed_experts_output: RoutedExpertsOutput | None = None
     copy_done: Event = field(default_factory=Event)
 
-    def copy_to_cpu(self, stream: CpuStream) -> None:
+    def copy_to_cpu(self, stream: Stream) -> None:
         """Start the copies of all outputs; the event is recorded once, behind them."""
         if self.next_tokens is not None and self.logprobs is not None and self.raw_logprobs is not None:
             self.next_tokens = stream.to_host(self.next_tokens)
@@ -66,6 +79,16 @@ class GenerationBatchResult:
         if self.routed_experts_output is not None:
             self.routed_experts_output.finalize()
 
+    def outputs(self) -> list[tuple[int, float, float]]:
+        """(token, logprob, raw logprob) of each sampling request, once: their host memory is given back."""
+        if self.next_tokens is None or self.logprobs is None or self.raw_logprobs is None:
+            read = []
+        else:
+            columns = self.next_tokens.tolist(), self.logprobs.tolist(), self.raw_logprobs.tolist()
+            read = list(zip(*columns, strict=True))
+        self.copy_done.release()
+        return read
+
 
 class ModelRunner:
     """Runs the unmodified transformers model over the slot pool."""
@@ -73,7 +96,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
-        stream: CpuStream,
+        stream: Stream,
         capturer: RoutedExpertsCapturer | None,
         kv_tokens: int,
         max_running_requests: int,
@@ -87,7 +110,9 @@ class ModelRunner:
         self.own_caches: OwnCacheForward | None = None
         self._cache_keyword = cache_keyword(model)
         self._batch_invariant = batch_invariant
-        self._last_token = torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
+        self._last_token = stream.call(
+            lambda: torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
+        )
 
     @property
     def whole_prompts(self) -> bool:
@@ -100,7 +125,7 @@ class ModelRunner:
         result = GenerationBatchResult(step, batch)
 
         def work() -> None:
-            self._forward(forward, result)
+            self._forward(forward.to_device(self.stream), result)
             result.copy_to_cpu(self.stream)
 
         self.stream.launch(work, result.copy_done)
@@ -112,6 +137,10 @@ class ModelRunner:
         Its state or its own cache goes too.
         """
         self.stream.launch(lambda: self._clear(slot, count))
+
+    def resize(self, kv_tokens: int) -> None:
+        """Change the number of slots; what they held is forgotten."""
+        self.stream.run(lambda: self.pool.resize(kv_tokens))
 
     def forget_all(self) -> None:
         """Drop the states and caches that the self-test left."""
@@ -145,13 +174,14 @@ class ModelRunner:
             position_ids=torch.from_numpy(_pad(position, num_padding)),
             decode_rows=torch.tensor([w.request.row for w in batch if w.is_decode], dtype=torch.int64),
             spans=spans,
+            slots=torch.from_numpy(slot),
             attention=AttentionBatch.plan(self.pool, spans, torch.from_numpy(slot), self._batch_invariant),
             logits_rows=torch.tensor(logits_rows),
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
             sampling=_sampling_batch([w for w, _ in sampling]) if sampling else None,
             segments=[
-                RouteSegment(span.start, span.end, w.start, w.request.routes)
+                RouteSegment(span.start, span.end, w.start, w.request.routes, w.request.request.sample_id)
                 for w, span in zip(batch, spans, strict=True)
                 if w.request.routes is not None
             ],
@@ -164,7 +194,7 @@ class ModelRunner:
         logits = self.logits(batch)
         if self.capturer is not None:
             result.routed_experts_output = self.capturer.on_forward_end(
-                batch.attention.out_cache_loc, batch.segments, forwards=self.forward_rows(batch)
+                batch.slots, batch.segments, forwards=self.forward_rows(batch), step=result.step
             )
         if batch.sampling is not None:
             drawn = sample(logits[: len(batch.sample_rows)], batch.sampling)

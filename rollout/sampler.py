@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from rollout.device import Stream
 from rollout.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Parameters of B rows as tensors, and which rows need which filter (host integers, so nothing synchronises).
+    """Parameters of B rows as tensors, and which rows need which filter: known on the host, so nothing synchronises.
 
     `forbidden` holds (row, token id) pairs that may not be drawn: stop tokens before `min_tokens`.
     """
@@ -24,7 +25,7 @@ class SamplingBatch:
     all_greedy: bool
     any_scaled: bool
     min_p: tuple[torch.Tensor, torch.Tensor] | None
-    top_k: list[tuple[int, int]]
+    top_k: list[tuple[int, torch.Tensor]]
     top_p: tuple[torch.Tensor, torch.Tensor] | None
     forbidden: tuple[torch.Tensor, torch.Tensor] | None
 
@@ -42,9 +43,26 @@ class SamplingBatch:
             all_greedy=not drawn,
             any_scaled=any(t != 1.0 for t in temperature),
             min_p=_rows_and_values([(i, params[i].min_p) for i in drawn if params[i].min_p > 0]),
-            top_k=[(i, params[i].top_k) for i in drawn if params[i].top_k > 0],
+            top_k=_rows_by_k([(i, params[i].top_k) for i in drawn if params[i].top_k > 0]),
             top_p=_rows_and_values([(i, params[i].top_p) for i in drawn if params[i].top_p < 1]),
             forbidden=None if not forbidden else (_index([f[0] for f in forbidden]), _index([f[1] for f in forbidden])),
+        )
+
+    def to_device(self, stream: Stream) -> SamplingBatch:
+        """Copied without waiting."""
+
+        def moved(pair: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+            return None if pair is None else (stream.to_device(pair[0]), stream.to_device(pair[1]))
+
+        return replace(
+            self,
+            temperature=stream.to_device(self.temperature),
+            uniform=stream.to_device(self.uniform),
+            greedy=stream.to_device(self.greedy),
+            min_p=moved(self.min_p),
+            top_k=[(k, stream.to_device(rows)) for k, rows in self.top_k],
+            top_p=moved(self.top_p),
+            forbidden=moved(self.forbidden),
         )
 
 
@@ -56,6 +74,11 @@ def _rows_and_values(pairs: Sequence[tuple[int, float]]) -> tuple[torch.Tensor, 
     if not pairs:
         return None
     return _index([row for row, _ in pairs]), torch.tensor([[value] for _, value in pairs], dtype=torch.float32)
+
+
+def _rows_by_k(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, torch.Tensor]]:
+    """(k, rows int64) for each k of the batch."""
+    return [(k, _index([row for row, each in pairs if each == k])) for k in dict.fromkeys(k for _, k in pairs)]
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,10 +114,11 @@ def _distribution(allowed: torch.Tensor, raw: torch.Tensor, batch: SamplingBatch
         rows, floor = batch.min_p
         probs = logits[rows].softmax(-1)
         logits[rows] = logits[rows].masked_fill(probs < floor * probs.amax(-1, keepdim=True), -torch.inf)
-    for row, k in batch.top_k:
+    for k, rows in batch.top_k:
         if k < logits.shape[-1]:
-            kth = logits[row].topk(k).values[-1]
-            logits[row] = logits[row].masked_fill(logits[row] < kth, -torch.inf)
+            given = logits[rows]
+            kth = given.topk(k).values[:, -1:]
+            logits[rows] = given.masked_fill(given < kth, -torch.inf)
     if batch.top_p is not None:
         rows, mass = batch.top_p
         logits[rows] = _keep_top_p(logits[rows], mass)

@@ -60,11 +60,12 @@ def plain_forward(
     if capturer is not None:
         capturer.on_forward_begin()
     with record_layers(model) as layers:
-        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        ids = torch.tensor([tokens]).to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0].float().cpu()
     routes = None
     if capturer is not None:
-        routes = capturer.on_forward_end(torch.arange(len(tokens))).routed_experts.numpy()
-    return Reference(tokens, logits.float(), layers, routes)
+        routes = capturer.on_forward_end(torch.arange(len(tokens))).routed_experts.cpu().numpy()
+    return Reference(tokens, logits, layers, routes)
 
 
 def _prompt_len(config: Any) -> int:
@@ -156,7 +157,7 @@ def check_batch_invariance(runner: ModelRunner, reference: Reference, max_batch_
             raise ValueError(_not_invariant(runner, f"in chunks of {chunk}"))
     full = min(max_batch_tokens, MAX_ROWS_INVARIANT) // len(tokens)
     for count, how in ((2, "beside another request"), (max(2, full), "in a full batch")):
-        runner.pool.resize(count * len(tokens))
+        runner.resize(count * len(tokens))
         logits = _run(runner, _works([tokens, *[tokens[::-1]] * (count - 1)], 0, len(tokens)))[0]
         if not torch.equal(logits[: len(tokens)], whole):
             raise ValueError(_not_invariant(runner, how))
@@ -189,16 +190,17 @@ def _works(prompts: list[list[int]], start: int, length: int) -> list[Work]:
 
 
 def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarray | None]:
-    batch = runner.prepare(works)
-    rows = len(batch.attention.out_cache_loc)
-    batch = dataclasses.replace(batch, logits_rows=torch.arange(rows + batch.num_padding))
+    prepared = runner.prepare(works)
+    rows = len(prepared.slots)
+    prepared = dataclasses.replace(prepared, logits_rows=torch.arange(rows + prepared.num_padding))
 
     def work() -> tuple[torch.Tensor, np.ndarray | None]:
+        batch = prepared.to_device(runner.stream)
         if runner.capturer is None:
-            return runner.logits(batch)[:rows].float(), None
+            return runner.logits(batch)[:rows].float().cpu(), None
         runner.capturer.on_forward_begin()
-        logits = runner.logits(batch)[:rows].float()
-        output = runner.capturer.on_forward_end(batch.attention.out_cache_loc, forwards=runner.forward_rows(batch))
-        return logits, output.routed_experts.numpy()
+        logits = runner.logits(batch)[:rows].float().cpu()
+        output = runner.capturer.on_forward_end(batch.slots, forwards=runner.forward_rows(batch))
+        return logits, output.routed_experts.cpu().numpy()
 
     return runner.stream.call(work)

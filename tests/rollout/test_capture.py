@@ -67,7 +67,7 @@ def test_finalizing_twice_is_an_error_and_adds_no_rows(stream):
     out = output(3, [RouteSegment(0, 3, 0, routes)])
     out.copy_to_cpu(stream, done())
     out.finalize()
-    with pytest.raises(RuntimeError, match="cannot become finalized: they are finalized, not copied"):
+    with pytest.raises(RuntimeError, match="cannot become finalized: they are finalized, not copying"):
         out.finalize()
     assert len(routes.take()) == 3
 
@@ -92,7 +92,7 @@ def test_finalizing_before_the_event_is_an_error_and_works_after_it(stream):
 def test_copying_twice_is_an_error(stream):
     out = output()
     out.copy_to_cpu(stream, done())
-    with pytest.raises(RuntimeError, match="cannot become copied: they are copied, not captured"):
+    with pytest.raises(RuntimeError, match="cannot become copying: they are copying, not captured"):
         out.copy_to_cpu(stream, done())
 
 

@@ -92,5 +92,20 @@ def test_close_finishes_what_was_launched_and_stops_the_thread():
 
 
 def test_a_device_that_the_engine_cannot_drive_is_refused_with_the_one_it_can():
-    with pytest.raises(ValueError, match=r"device 'cuda' is not supported .* device='cpu'"):
-        open_stream("cuda", 1)
+    for device in ("tpu", "cuda:x", ""):
+        with pytest.raises(ValueError, match=rf"device '{device}' is not supported .* device='cpu'"):
+            open_stream(device, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:9"])
+def test_cuda_is_refused_where_torch_has_none(device):
+    with pytest.raises(ValueError, match=rf"device '{device}': the installed torch .* device='cpu'"):
+        open_stream(device, 1)
+
+
+def test_a_gpu_that_does_not_exist_is_refused_with_the_last_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"'cuda:9' does not exist: this machine has 2, the last is 'cuda:1'"):
+        open_stream("cuda:9", 1)
