@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -16,7 +17,8 @@ from storage.trace import RoutingSpec, Trace
 class SampleRequest:
     """One sequence to sample. Plain and picklable; seed and `sample_id` alone decide which random numbers it draws.
 
-    `metadata` (JSON values) travels into the trace untouched: an expected answer, a task name.
+    `metadata` (JSON values) travels into the trace untouched: an expected answer, a task name. `bad_word_ids` are the
+    bad words of the sampling parameters as token ids.
 
     Raises:
         ValueError: without a seed; drawn in an engine, a retry on another would not continue the same stream.
@@ -29,10 +31,17 @@ class SampleRequest:
     prompt_ids: tuple[int, ...]
     sampling_params: SamplingParams
     metadata: dict[str, Any] = field(default_factory=dict)
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.sampling_params.seed is None:
             raise ValueError(f"request {self.sample_id} has no seed; RolloutClient draws one per call")
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """Whether anything but temperature, min_p, top_k and top_p can change its logits."""
+        p = self.sampling_params
+        return bool(p.penalised or p.logit_bias or p.min_tokens or p.allowed_token_ids is not None or self.bad_word_ids)
 
     @property
     def seed(self) -> int:

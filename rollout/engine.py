@@ -157,7 +157,10 @@ class Engine:
             self.stats.dropped_tokens += 1
         elif not (math.isfinite(raw_logprob) and math.isfinite(logprob)):
             at = f"completion token {len(request.output_ids)}"
-            self._end_with(request, ValueError(f"the model's logits for {at} are not finite"))
+            problem = f"the model's logits for {at} are not finite"
+            if math.isfinite(raw_logprob):
+                problem = f"allowed_token_ids, bad_words, logit_bias and min_tokens together leave no {at} to draw"
+            self._end_with(request, ValueError(problem))
         elif request.max_tokens == 0:
             self._finish(request, "length", None)
         else:

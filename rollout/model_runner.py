@@ -14,6 +14,8 @@ from rollout.device import Event, Stream
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.kv_pool import KVPool
 from rollout.own_cache import OwnCacheForward, cache_keyword
+from rollout.penalties import TokenCounts
+from rollout.processors import LogitEdits
 from rollout.rng import uniforms
 from rollout.sampler import SamplingBatch, sample
 from rollout.scheduler import Work, flatten
@@ -37,13 +39,15 @@ class ForwardBatch:
     num_padding: int
     sample_rows: torch.Tensor
     sampling: SamplingBatch | None
+    edits: LogitEdits | None
     segments: list[RouteSegment]
 
     def to_device(self, stream: Stream) -> ForwardBatch:
         """Copied without waiting."""
         moved: dict[str, Any] = {name: stream.to_device(getattr(self, name)) for name in _STEP_TENSORS}
         sampling = self.sampling and self.sampling.to_device(stream)
-        return replace(self, attention=self.attention.to_device(stream), sampling=sampling, **moved)
+        edits = self.edits and self.edits.to_device(stream)
+        return replace(self, attention=self.attention.to_device(stream), sampling=sampling, edits=edits, **moved)
 
 
 _STEP_TENSORS = ("input_ids", "position_ids", "decode_rows", "logits_rows", "sample_rows")
@@ -110,6 +114,7 @@ class ModelRunner:
         self.own_caches: OwnCacheForward | None = None
         self._cache_keyword = cache_keyword(model)
         self._batch_invariant = batch_invariant
+        self._counts = TokenCounts(max_running_requests)
         self._last_token = stream.call(
             lambda: torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
         )
@@ -180,6 +185,7 @@ class ModelRunner:
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
             sampling=_sampling_batch([w for w, _ in sampling]) if sampling else None,
+            edits=LogitEdits.plan([(i, w.request, w.drawn) for i, (w, _) in enumerate(sampling)], self._counts),
             segments=[
                 RouteSegment(span.start, span.end, w.start, w.request.routes, w.request.request.sample_id)
                 for w, span in zip(batch, spans, strict=True)
@@ -197,9 +203,17 @@ class ModelRunner:
                 batch.slots, batch.segments, forwards=self.forward_rows(batch), step=result.step
             )
         if batch.sampling is not None:
-            drawn = sample(logits[: len(batch.sample_rows)], batch.sampling)
-            result.next_tokens, result.logprobs, result.raw_logprobs = drawn
-            self._last_token[batch.sample_rows] = drawn[0]
+            result.next_tokens, result.logprobs, result.raw_logprobs = self._sample(logits, batch, batch.sampling)
+            self._last_token[batch.sample_rows] = result.next_tokens
+
+    def _sample(self, logits: torch.Tensor, batch: ForwardBatch, sampling: SamplingBatch) -> tuple[torch.Tensor, ...]:
+        logits = logits[: len(batch.sample_rows)]
+        if batch.edits is None:
+            return sample(logits, sampling)
+        drawn = sample(logits, sampling, batch.edits.apply(logits.float(), self._last_token, self._counts))
+        if batch.edits.penalties is not None:
+            self._counts.add(batch.edits.penalties, drawn[0])
+        return drawn
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """`[logits_rows, vocab]` of one flattened batch."""
@@ -244,12 +258,5 @@ def _host_tokens(batch: list[Work], length: int) -> np.ndarray:
 def _sampling_batch(works: list[Work]) -> SamplingBatch:
     requests = [work.request for work in works]
     keys = np.array([request.random_key for request in requests], np.uint64)
-    drawn_before = [work.start + work.length - work.request.prompt_len for work in works]
-    forbidden = [
-        (row, token)
-        for row, (request, count) in enumerate(zip(requests, drawn_before, strict=True))
-        if count < request.request.sampling_params.min_tokens
-        for token in request.stop.stop_token_ids
-    ]
     params = [request.request.sampling_params for request in requests]
-    return SamplingBatch.build(params, uniforms(keys, np.array(drawn_before)), forbidden)
+    return SamplingBatch.build(params, uniforms(keys, np.array([work.drawn for work in works])))

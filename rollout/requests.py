@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,8 @@ from typing import Any
 from rollout.backend import ModelInfo, SampleRequest
 from rollout.sampling import SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""Text, token ids, or the messages of a conversation, which the tokenizer's chat template makes token ids."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,15 @@ class CheckedCall:
     sampling_params: list[SamplingParams]
     prompt_keys: list[str] | None
     metadata: list[dict[str, Any]]
+    bad_word_ids: list[tuple[tuple[int, ...], ...]]
 
     def requests(self, step: int, call: int) -> list[SampleRequest]:
         """In prompt order, the samples of one prompt side by side."""
         keys = self.prompt_keys or [f"{call}-{index}" for index in range(len(self.prompt_ids))]
-        prompts = zip(keys, self.prompt_ids, self.sampling_params, self.metadata, strict=True)
+        prompts = zip(keys, self.prompt_ids, self.sampling_params, self.metadata, self.bad_word_ids, strict=True)
         return [
-            SampleRequest(f"{self.run}/{step}/{key}/{j}", step, ids, params, deepcopy(facts))
-            for key, ids, params, facts in prompts
+            SampleRequest(f"{self.run}/{step}/{key}/{j}", step, ids, params, deepcopy(facts), bad_words)
+            for key, ids, params, facts, bad_words in prompts
             for j in range(self.num_samples)
         ]
 
@@ -78,18 +80,46 @@ class RequestBuilder:
         for index in range(count):
             self._check(index, ids[index], params[index])
             _check_json(index, facts[index])
+        bad_words = [self._bad_word_ids(index, params[index]) for index in range(count)]
         drawn = {"seed": secrets.randbits(62)}  # here, not in an engine: a retry elsewhere continues the same stream
         seeded = [p if p.seed is not None else p.model_copy(update=drawn) for p in params]
-        return CheckedCall(self.run, num_samples, ids, seeded, keys, facts)
+        return CheckedCall(self.run, num_samples, ids, seeded, keys, facts, bad_words)
 
     def _prompt_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
         try:
             if isinstance(prompt, (bytes, bytearray)):
                 raise TypeError("bytes are neither text nor token ids")
-            ids = self._tokenizer(index)(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            return tuple(operator.index(token) for token in ids)
+            return tuple(operator.index(token) for token in self._tokenized(index, prompt))
         except TypeError as error:
-            raise TypeError(f"prompt {index} is {prompt!r:.80}, need a string or a list of token ids") from error
+            raise TypeError(
+                f"prompt {index} is {prompt!r:.80}, need a string or a list of token ids or of messages"
+            ) from error
+
+    def _tokenized(self, index: int, prompt: Any) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer(index)(prompt)["input_ids"]
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(message, dict) for message in prompt):
+            return self._from_messages(index, prompt)
+        return prompt
+
+    def _from_messages(self, index: int, messages: Sequence[dict[str, Any]]) -> Sequence[int]:
+        tokenizer = self._tokenizer(index)
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"prompt {index} is a list of messages and this checkpoint's tokenizer has no chat template; "
+                "pass text or token ids, or save the tokenizer with a chat_template"
+            )
+        try:
+            return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # templates are programs of the checkpoint and raise what they like
+            raise ValueError(f"prompt {index}: the chat template refused {messages!r:.80}: {error}") from error
+
+    def _bad_word_ids(self, index: int, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            ids
+            for word in params.bad_words
+            for ids in (_spellings(self._tokenizer(index), word) if isinstance(word, str) else (word,))
+        )
 
     def _tokenizer(self, index: int) -> Any:
         if self.info.tokenizer_path is None:
@@ -105,11 +135,16 @@ class RequestBuilder:
     def _check(self, index: int, ids: tuple[int, ...], params: SamplingParams) -> None:
         if not ids:
             raise ValueError(f"prompt {index} is empty; it needs at least one token")
-        for what, tokens in (("prompt", ids), ("stop_token_ids of prompt", params.stop_token_ids)):
+        for what, tokens in (("prompt", ids), *_named_tokens(params)):
             wrong = [token for token in tokens if not 0 <= token < self.info.vocab_size]
             if wrong:
                 raise ValueError(
                     f"{what} {index} has token id {wrong[0]}, outside the vocabulary [0, {self.info.vocab_size})"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.info.vocab_size:
+                raise ValueError(
+                    f"{name} of prompt {index} is {getattr(params, name)}, the vocabulary has {self.info.vocab_size}"
                 )
         total = len(ids) + params.max_tokens
         if total > self.info.max_sequence_tokens:
@@ -120,6 +155,24 @@ class RequestBuilder:
             )
         if params.stop:
             self._tokenizer(index)
+
+
+def _named_tokens(params: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
+    """Token ids in sampling parameters, by the name under which an error reports them."""
+    yield "stop_token_ids of prompt", params.stop_token_ids
+    yield "allowed_token_ids of prompt", params.allowed_token_ids or ()
+    yield "logit_bias of prompt", params.logit_bias
+    for word in params.bad_words:
+        if not isinstance(word, str):
+            yield "bad_words of prompt", word
+
+
+def _spellings(tokenizer: Any, word: str) -> Iterator[tuple[int, ...]]:
+    """Token ids of a bad word, and with a space before it when that is another first token, as in vLLM."""
+    bare, spaced = (tuple(tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False)) for space in ("", " "))
+    yield bare
+    if len(spaced) == len(bare) and spaced[0] != bare[0]:
+        yield spaced
 
 
 def _check_json(index: int, metadata: dict[str, Any]) -> None:

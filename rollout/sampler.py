@@ -14,10 +14,7 @@ from rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Parameters of B rows as tensors, and which rows need which filter: known on the host, so nothing synchronises.
-
-    `forbidden` holds (row, token id) pairs that may not be drawn: stop tokens before `min_tokens`.
-    """
+    """Parameters of B rows as tensors, and which rows need which filter: known on the host, so nothing synchronises."""
 
     temperature: torch.Tensor
     uniform: torch.Tensor
@@ -27,12 +24,9 @@ class SamplingBatch:
     min_p: tuple[torch.Tensor, torch.Tensor] | None
     top_k: list[tuple[int, torch.Tensor]]
     top_p: tuple[torch.Tensor, torch.Tensor] | None
-    forbidden: tuple[torch.Tensor, torch.Tensor] | None
 
     @classmethod
-    def build(
-        cls, params: Sequence[SamplingParams], uniform: np.ndarray, forbidden: Sequence[tuple[int, int]] = ()
-    ) -> SamplingBatch:
+    def build(cls, params: Sequence[SamplingParams], uniform: np.ndarray) -> SamplingBatch:
         """From one SamplingParams and one uniform number per row."""
         temperature = [p.temperature or 1.0 for p in params]
         drawn = [i for i, p in enumerate(params) if p.temperature > 0]
@@ -45,7 +39,6 @@ class SamplingBatch:
             min_p=_rows_and_values([(i, params[i].min_p) for i in drawn if params[i].min_p > 0]),
             top_k=_rows_by_k([(i, params[i].top_k) for i in drawn if params[i].top_k > 0]),
             top_p=_rows_and_values([(i, params[i].top_p) for i in drawn if params[i].top_p < 1]),
-            forbidden=None if not forbidden else (_index([f[0] for f in forbidden]), _index([f[1] for f in forbidden])),
         )
 
     def to_device(self, stream: Stream) -> SamplingBatch:
@@ -62,7 +55,6 @@ class SamplingBatch:
             min_p=moved(self.min_p),
             top_k=[(k, stream.to_device(rows)) for k, rows in self.top_k],
             top_p=moved(self.top_p),
-            forbidden=moved(self.forbidden),
         )
 
 
@@ -81,8 +73,12 @@ def _rows_by_k(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, torch.Tensor
     return [(k, _index([row for row, each in pairs if each == k])) for k in dict.fromkeys(k for _, k in pairs)]
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw from `[B, vocab]` logits.
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, edited: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw from `[B, vocab]` logits, or from `edited`: the same in float32, changed by `LogitEdits`.
+
+    A row of which nothing may be drawn, or that is not finite, gets a logprob that is not finite either.
 
     Returns:
         next_tokens int64 `[B]`; logprobs float32 `[B]` under the distribution drawn from (for greedy rows the raw
@@ -90,24 +86,31 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, to
     """
     logits = logits.float()
     raw = logits.log_softmax(-1)
-    allowed = logits
-    if batch.forbidden is not None:
-        allowed = logits.clone()
-        allowed[batch.forbidden] = -torch.inf
+    allowed = logits if edited is None else edited
+    greedy = allowed.argmax(-1)
     if batch.all_greedy:
-        tokens = allowed.argmax(-1)
-        chosen = raw.gather(-1, tokens[:, None])[:, 0]
-        return tokens, chosen, chosen
-    processed = _distribution(allowed, raw, batch)
-    tokens = torch.where(batch.greedy, allowed.argmax(-1), _draw(processed, batch.uniform))[:, None]
-    chosen = raw.gather(-1, tokens)[:, 0]
-    return tokens[:, 0], torch.where(batch.greedy, chosen, processed.gather(-1, tokens)[:, 0]), chosen
+        chosen = _chosen(raw, greedy)
+        return greedy, _unless_forbidden(chosen, greedy, edited), chosen
+    processed = _distribution(allowed, raw, batch, edited is not None)
+    tokens = torch.where(batch.greedy, greedy, _draw(processed, batch.uniform))
+    chosen = _chosen(raw, tokens)
+    logprobs = torch.where(batch.greedy, _unless_forbidden(chosen, greedy, edited), _chosen(processed, tokens))
+    return tokens, logprobs, chosen
 
 
-def _distribution(allowed: torch.Tensor, raw: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def _chosen(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return values.gather(-1, tokens[:, None])[:, 0]
+
+
+def _unless_forbidden(logprobs: torch.Tensor, tokens: torch.Tensor, edited: torch.Tensor | None) -> torch.Tensor:
+    """-inf where even the best token is forbidden, so that the request ends with an error."""
+    return logprobs if edited is None else logprobs.masked_fill(_chosen(edited, tokens) == -torch.inf, -torch.inf)
+
+
+def _distribution(allowed: torch.Tensor, raw: torch.Tensor, batch: SamplingBatch, edited: bool) -> torch.Tensor:
     """Log-probabilities after temperature, min_p, top_k, top_p, in this order; filtered tokens are -inf."""
     filtered = batch.min_p is not None or batch.top_k or batch.top_p is not None
-    if not filtered and not batch.any_scaled and batch.forbidden is None:
+    if not filtered and not batch.any_scaled and not edited:
         return raw
     logits = allowed / batch.temperature
     if batch.min_p is not None:

@@ -74,6 +74,11 @@ class Work:
     samples: bool
 
     @property
+    def drawn(self) -> int:
+        """Completion tokens drawn before this step's."""
+        return self.start + self.length - self.request.prompt_len
+
+    @property
     def is_decode(self) -> bool:
         """True when the token is still on the device: it was sampled by an earlier step."""
         return self.start >= self.request.prompt_len

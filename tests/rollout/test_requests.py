@@ -23,6 +23,30 @@ def tokenizer(prompt: str) -> dict[str, list[int]]:
     return {"input_ids": [ord(letter) - ord("a") for letter in prompt]}
 
 
+class Words:
+    """A tokenizer with a vocabulary of words; `_` stands for a leading space."""
+
+    chat_template = "{{ messages }}"
+    vocabulary = ("bad", "_bad", "very", "_very", "s", "_", "?", "!")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return {"bad": [0], " bad": [1], "very bad": [2, 1], " very bad": [3, 1], "s": [4], " s": [5, 4]}[text]
+
+    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
+        assert add_generation_prompt
+        assert not return_dict
+        if messages[0]["role"] == "tool":
+            raise RuntimeError("no tools here")
+        return [6 if message["role"] == "user" else 7 for message in messages]
+
+
+def words_builder(template: bool = True) -> RequestBuilder:
+    words = Words()
+    words.chat_template = words.chat_template if template else None
+    return RequestBuilder(builder().info, "run", lambda: words)
+
+
 def builder(tokenizer_path: str | None = "somewhere", run: str = "run") -> RequestBuilder:
     info = ModelInfo(**{**vars(INFO), "tokenizer_path": tokenizer_path})
     return RequestBuilder(info, run, lambda: tokenizer)
@@ -121,7 +145,57 @@ def test_a_stop_token_outside_the_vocabulary_is_refused():
         build([[1], [2]], params=[SHORT, SamplingParams(stop_token_ids=(99,))])
 
 
-@pytest.mark.parametrize(("prompt", "params"), [("abc", SHORT), ([1], SamplingParams(max_tokens=1, stop="x"))])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_token_ids", (1, 99)),
+        ("logit_bias", {99: 1.0}),
+        ("bad_words", ((1, 99),)),
+    ],
+)
+def test_every_token_id_of_the_parameters_is_checked(name, value):
+    with pytest.raises(ValueError, match=f"{name} of prompt 1 has token id 99, outside"):
+        build([[1], [2]], params=[SHORT, SamplingParams(**{name: value})])
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_alternatives_than_the_vocabulary_has_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} of prompt 0 is 51, the vocabulary has 50"):
+        build([[1]], params=SamplingParams(**{name: 51}))
+
+
+def test_bad_words_become_token_ids_with_and_without_a_space_before_them():
+    """As in vLLM: the spaced spelling counts when it is another first token and no longer."""
+    params = SamplingParams(bad_words=("bad", "very bad", " s", (9, 8)))
+    (request,) = words_builder().check([[1]], 1, params).requests(0, 0)
+    assert request.bad_word_ids == ((0,), (1,), (2, 1), (3, 1), (4,), (9, 8))
+
+
+def test_messages_become_token_ids_by_the_chat_template():
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    requests = words_builder().check([talk, [3, 4]], 1, SHORT).requests(0, 0)
+    assert [r.prompt_ids for r in requests] == [(6, 7), (3, 4)]
+
+
+def test_messages_without_a_chat_template_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="prompt 1 is a list of messages and this checkpoint's tokenizer has no chat"):
+        words_builder(template=False).check([[1], [{"role": "user", "content": "a"}]], 1, SHORT)
+
+
+def test_what_a_chat_template_refuses_is_named_by_its_index():
+    with pytest.raises(ValueError, match=r"prompt 0: the chat template refused .*no tools here"):
+        words_builder().check([[{"role": "tool"}]], 1, SHORT)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ("abc", SHORT),
+        ([1], SamplingParams(max_tokens=1, stop="x")),
+        ([1], SamplingParams(bad_words=("x",))),
+        ([{"role": "user", "content": "a"}], SHORT),
+    ],
+)
 def test_text_without_a_tokenizer_is_refused_with_the_way_out(prompt, params):
     with pytest.raises(ValueError, match="prompt 0 needs a tokenizer and this checkpoint ships none; pass token ids"):
         builder(tokenizer_path=None).check([prompt], 1, params).requests(0, 0)

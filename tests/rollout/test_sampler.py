@@ -43,8 +43,16 @@ def draw(logits: np.ndarray, params: SamplingParams, count: int, forbidden: tupl
     """`count` draws from one distribution, as that many rows of one batch."""
     rows = torch.from_numpy(logits).float().expand(count, -1)
     numbers = uniforms(np.full(count, stream_key(3, "run/0/0-0/0"), np.uint64), np.arange(count))
-    pairs = [(row, token) for row in range(count) for token in forbidden]
-    return [out.numpy() for out in sample(rows, SamplingBatch.build([params] * count, numbers, pairs))]
+    edited = without(rows, [(row, token) for row in range(count) for token in forbidden]) if forbidden else None
+    return [out.numpy() for out in sample(rows, SamplingBatch.build([params] * count, numbers), edited)]
+
+
+def without(rows: torch.Tensor, forbidden: list[tuple[int, int]]) -> torch.Tensor:
+    """A copy of the logits in which these (row, token) pairs cannot be drawn."""
+    edited = rows.clone()
+    for row, token in forbidden:
+        edited[row, token] = -torch.inf
+    return edited
 
 
 def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
@@ -139,8 +147,8 @@ def test_forbidden_tokens_are_never_drawn_and_the_others_share_their_mass(params
 
 def test_forbidding_holds_for_its_own_row_only_and_for_greedy_rows_too():
     rows = torch.from_numpy(LOGITS).float().expand(2, -1)
-    batch = SamplingBatch.build([SamplingParams(temperature=0)] * 2, np.zeros(2, np.float32), [(0, 2)])
-    tokens, logprobs, _ = sample(rows, batch)
+    batch = SamplingBatch.build([SamplingParams(temperature=0)] * 2, np.zeros(2, np.float32))
+    tokens, logprobs, _ = sample(rows, batch, without(rows, [(0, 2)]))
     assert tokens.tolist() == [4, 2]
     np.testing.assert_allclose(logprobs.numpy(), np.log(distribution(LOGITS, SamplingParams())[[4, 2]]), atol=1e-6)
 
@@ -148,7 +156,7 @@ def test_forbidding_holds_for_its_own_row_only_and_for_greedy_rows_too():
 def test_sampling_leaves_its_input_alone():
     rows = torch.from_numpy(LOGITS).float().repeat(len(MIXED), 1)
     before = rows.clone()
-    sample(rows, SamplingBatch.build(MIXED, np.full(len(MIXED), 0.3, np.float32), [(1, 2)]))
+    sample(rows, SamplingBatch.build(MIXED, np.full(len(MIXED), 0.3, np.float32)), without(rows, [(1, 2)]))
     assert torch.equal(rows, before)
 
 
@@ -158,10 +166,14 @@ def test_a_row_alone_equals_the_row_in_any_batch_in_every_bit(vocab):
     params = MIXED * 3
     logits = torch.randn(len(params), vocab, generator=generator) * 3
     numbers = uniforms(np.arange(len(params), dtype=np.uint64), np.arange(len(params)))
-    together = sample(logits, SamplingBatch.build(params, numbers, [(2, 1), (9, 3)]))
+    edited = without(logits, [(2, 1), (9, 3)])
+    together = sample(logits, SamplingBatch.build(params, numbers), edited)
     for row in range(len(params)):
-        banned = [(0, token) for at, token in ((2, 1), (9, 3)) if at == row]
-        alone = sample(logits[row : row + 1], SamplingBatch.build([params[row]], numbers[row : row + 1], banned))
+        alone = sample(
+            logits[row : row + 1],
+            SamplingBatch.build([params[row]], numbers[row : row + 1]),
+            edited[row : row + 1] if row in (2, 9) else None,
+        )
         for whole, single in zip(together, alone, strict=True):
             assert torch.equal(whole[row : row + 1], single), params[row]
 

@@ -23,6 +23,14 @@ def test_the_defaults_are_those_of_vllm_except_for_random_seeds():
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "allowed_token_ids": None,
+        "bad_words": (),
+        "logprobs": None,
+        "prompt_logprobs": None,
     }
 
 
@@ -33,10 +41,9 @@ def test_the_defaults_are_those_of_vllm_except_for_random_seeds():
         ("best_of", "pass num_samples= to sample"),
         ("max_new_tokens", "it is called max_tokens"),
         ("do_sample", "temperature=0 is greedy"),
-        ("logprobs", "always recorded"),
         ("temprature", "did you mean 'temperature'"),
         ("stop_tokens_ids", "did you mean 'stop_token_ids'"),
-        ("zzz", "known: \\['ignore_eos', 'max_tokens'"),
+        ("zzz", "known: \\['allowed_token_ids', 'bad_words'"),
     ],
 )
 def test_an_unknown_key_is_named_with_what_to_write_instead(key, remedy):
@@ -63,6 +70,16 @@ def test_an_unknown_key_is_named_with_what_to_write_instead(key, remedy):
         ("seed", 2**63),
         ("stop_token_ids", ["a"]),
         ("stop", ["x", ""]),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("allowed_token_ids", []),
+        ("bad_words", ["ok", " "]),
+        ("bad_words", [()]),
+        ("logprobs", -1),
+        ("prompt_logprobs", -1),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_naming_the_field_and_the_value(field, value):
@@ -96,6 +113,12 @@ def test_min_tokens_above_max_tokens_is_refused_with_both_values():
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
+def test_prompt_logprobs_do_not_go_with_what_depends_on_sampled_tokens():
+    for extra in ({"presence_penalty": 0.1}, {"bad_words": ((3,),)}):
+        with pytest.raises(ValidationError, match="prompt_logprobs with penalties or bad_words"):
+            SamplingParams(prompt_logprobs=0, **extra)
+
+
 def test_one_stop_string_or_several():
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
@@ -103,11 +126,13 @@ def test_one_stop_string_or_several():
 
 
 def test_parameters_never_change_and_travel_by_pickle_and_json():
-    params = SamplingParams(temperature=0.7, stop="ab", stop_token_ids=[3], seed=1)
+    params = SamplingParams(temperature=0.7, stop="ab", stop_token_ids=[3], seed=1, logit_bias={5: -1}, bad_words=["x"])
     with pytest.raises(ValidationError, match="frozen"):
         params.temperature = 1.0
     assert pickle.loads(pickle.dumps(params)) == params
     assert SamplingParams.model_validate_json(params.model_dump_json()) == params
+    assert SamplingParams(**params.model_dump(mode="json")) == params
+    assert hash(pickle.loads(pickle.dumps(params))) == hash(params) != hash(SamplingParams())
 
 
 def test_engine_options_are_checked_the_same_way():
