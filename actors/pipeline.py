@@ -13,8 +13,8 @@ from typing import Any
 
 from actors.config import ConfigError, PipelineConfig, load_config
 from actors.prompts import Prompt, prompts_of_step, read_prompts
+from storage.catalog import committed_steps
 from storage.dataset import TraceDataset
-from storage.manifest import committed_steps
 from storage.trace import Trace
 
 logger = logging.getLogger("actors.pipeline")

@@ -6,28 +6,26 @@ shows newer steps.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from storage.errors import DamagedDataError
-from storage.manifest import Manifest, committed_steps, read_manifest, read_spec, step_directory
-from storage.part import PartReader
-from storage.schema import COLUMNS, trace_schema
+from storage.annotations import Annotations, write_annotation
+from storage.catalog import Catalog
+from storage.manifest import read_spec
+from storage.scan import Sources, iter_batches, iter_traces, read_sample
+from storage.schema import COLUMNS, from_table, trace_schema
+from storage.store import Root, is_remote, local_path, open_store
 from storage.trace import RoutingSpec, Trace
 from storage.verify import verify_dataset
 
-
-class _Place(NamedTuple):
-    path: Path
-    row: int
+Steps = int | Iterable[int] | None
 
 
 class TraceDataset:
-    """The committed traces under `root`.
+    """The committed traces under `root`: a directory, or a URL such as `s3://bucket/traces`.
 
     >>> ds = TraceDataset("traces/")
     >>> len(ds), ds.steps, "run/0/0-0/1" in ds
@@ -36,6 +34,9 @@ class TraceDataset:
     (11, 8, 2)
     >>> sum(trace.reward for trace in ds.iter(step=1))   # one row group in memory at a time
     37.0
+    >>> good = pc.field("reward") > 0.5                  # pyarrow.compute; row groups without any are not read
+    >>> [batch.num_rows for batch in ds.scan(columns=["sample_id", "reward"], filter=good)]
+    [16, 16, 5]
 
     Raises:
         FileNotFoundError: when there is no dataset at `root`.
@@ -43,16 +44,16 @@ class TraceDataset:
         DamagedDataError: naming the file, here or later, when it is missing, cut short or altered.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
-        self._spec = read_spec(self.root)
-        self._manifests: dict[int, Manifest] = {}
-        self.refresh()
+    def __init__(self, root: Root) -> None:
+        self.root: Any = str(root) if is_remote(root) else local_path(root)
+        store = open_store(root)
+        self._spec = read_spec(store)
+        self._sources = Sources(store, self._spec, Catalog(store), Annotations(store))
 
     def refresh(self) -> None:
-        """See the steps that were committed since."""
-        self._steps = committed_steps(self.root)
-        self._places: dict[str, _Place] | None = None  # built on first use
+        """See the steps that were committed, and the annotations that were made, since."""
+        self._sources.catalog.refresh()
+        self._sources.annotations.refresh()
 
     @property
     def spec(self) -> RoutingSpec:
@@ -62,76 +63,95 @@ class TraceDataset:
     @property
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
-        return list(self._steps)
+        return list(self._sources.catalog.steps)
 
     def __len__(self) -> int:
         """Number of samples."""
-        return sum(len(self._manifest(step).sample_ids) for step in self._steps)
+        return self._sources.catalog.num_samples()
 
     def __contains__(self, sample_id: object) -> bool:
-        return sample_id in self._index()
+        return isinstance(sample_id, str) and self._sources.catalog.find(sample_id) is not None
 
     def __getitem__(self, sample_id: str) -> Trace:
         """The trace of `sample_id`; KeyError when there is none."""
-        place = self._index().get(sample_id)
-        if place is None:
+        trace = read_sample(self._sources, sample_id)
+        if trace is None:
             raise KeyError(f"{sample_id!r} is not among the {len(self)} samples of {self.root}")
-        with PartReader(place.path, self._spec) as part:
-            if place.row >= part.num_rows:
-                raise DamagedDataError(f"{place.path} ends before row {place.row}, where {sample_id!r} should be")
-            trace = part.trace(place.row)
-        if trace.sample_id != sample_id:
-            raise DamagedDataError(f"{place.path} row {place.row} is {trace.sample_id!r}, not {sample_id!r}")
         return trace
 
     def __iter__(self) -> Iterator[Trace]:
         return self.iter()
 
-    def iter(self, step: int | None = None) -> Iterator[Trace]:
-        """Traces of one step or of all, as written; one row group (at most 16 samples) is in memory."""
-        for path in self._paths(step):
-            with PartReader(path, self._spec) as part:
-                for group in range(part.num_row_groups):
-                    yield from part.traces(group)
+    def iter(self, step: Steps = None, *, filter: pc.Expression | None = None) -> Iterator[Trace]:
+        """Traces of one step, of several or of all, as written; one row group (at most 16 samples) is in memory.
 
-    def to_arrow(self, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-        """One step or all as one table; `columns` picks some of `storage.schema.COLUMNS`.
+        >>> [t.sample_id for t in ds.iter(range(2), filter=pc.field("finish_reason") == "stop")]
+        ['run/0/0-0/1', 'run/1/4-0/0']
+        """
+        if filter is None:
+            return iter_traces(self._sources, self._chosen(step))
+        batches = self.scan(step=step, filter=filter)
+        return (trace for batch in batches for trace in from_table(pa.table(batch), check_crc=True))
+
+    def scan(
+        self, columns: Sequence[str] | None = None, filter: pc.Expression | None = None, step: Steps = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Record batches of the rows that pass `filter`, a pyarrow expression over `storage.schema.COLUMNS`.
+
+        The filter sees annotated rewards and metadata. Steps, weight versions, rewards, finish reasons and groups have
+        statistics: row groups that hold no match are not read. At most about one row group is in memory.
+        """
+        if unknown := set(columns or ()) - set(COLUMNS):
+            raise ValueError(f"no such columns: {sorted(unknown)}; a trace has {list(COLUMNS)}")
+        return iter_batches(self._sources, self._chosen(step), COLUMNS if columns is None else columns, filter)
+
+    def to_arrow(
+        self, step: Steps = None, columns: Sequence[str] | None = None, filter: pc.Expression | None = None
+    ) -> pa.Table:
+        """What `scan` gives, as one table.
 
         >>> ds.to_arrow(step=0, columns=["sample_id", "reward"]).num_rows
         200
         """
+        batches = list(self.scan(columns, filter, step))
         schema = trace_schema(self._spec)
-        if unknown := set(columns or ()) - set(COLUMNS):
-            raise ValueError(f"no such columns: {sorted(unknown)}; a trace has {list(COLUMNS)}")
-        if columns is not None:
-            schema = pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
-        tables = [schema.empty_table()]
-        for path in self._paths(step):
-            with PartReader(path, self._spec) as part:
-                tables.append(part.table(schema.names))
-        return pa.concat_tables(tables)
+        names = COLUMNS if columns is None else columns
+        schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+        return pa.Table.from_batches([batch.cast(schema) for batch in batches], schema)
+
+    def annotate(self, step: int, samples: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add facts to samples of a committed step: `reward` replaces the reward, other keys join the metadata.
+
+        Atomic and durable: readers that open or refresh later see all of it. Committed files stay as they are. Of
+        several annotations the later one wins, per sample and key.
+
+        >>> ds.annotate(7, {"run/7/0-0/0": {"reward": 1.0, "judge": "v2"}})
+
+        Raises:
+            ValueError: the step is not committed, a sample is not in it, or a value is no JSON; nothing is written.
+        """
+        (step,) = self._chosen(step)
+        if unknown := set(samples) - set(self._sources.catalog.sample_ids(step)):
+            raise ValueError(f"step {step} of {self.root} has no samples {sorted(unknown)[:3]} ({len(unknown)} in all)")
+        write_annotation(self._sources.store, step, samples)
+        self._sources.annotations.refresh()
+
+    def build_index(self) -> None:
+        """Write or renew the index, a cache that saves reading every manifest; a TraceWriter does so when it closes."""
+        self._sources.catalog.build_index()
 
     def verify(self) -> list[str]:
         """Every problem found by `storage.verify.verify_dataset`; empty when the dataset is sound."""
         return verify_dataset(self.root)
 
-    def _manifest(self, step: int) -> Manifest:
-        if step not in self._manifests:
-            self._manifests[step] = read_manifest(self.root, step)
-        return self._manifests[step]
+    def _chosen(self, step: Steps) -> list[int]:
+        if step is None:
+            return self.steps
+        chosen = [step] if isinstance(step, int) else list(step)
+        if absent := [number for number in chosen if number not in self._sources.catalog]:
+            raise ValueError(f"step {absent[0]} is not committed in {self.root}; committed: {_short(self.steps)}")
+        return chosen
 
-    def _paths(self, step: int | None) -> list[Path]:
-        if step is not None and step not in self._steps:
-            raise ValueError(f"step {step} is not committed in {self.root}; committed: {self._steps}")
-        steps = self._steps if step is None else [step]
-        return [step_directory(self.root, s) / file.path for s in steps for file in self._manifest(s).files]
 
-    def _index(self) -> dict[str, _Place]:
-        if self._places is None:
-            self._places = {
-                sample_id: _Place(step_directory(self.root, step) / file.path, row)
-                for step in self._steps
-                for file in self._manifest(step).files
-                for row, sample_id in enumerate(file.sample_ids)
-            }
-        return self._places
+def _short(steps: list[int]) -> str:
+    return str(steps) if len(steps) <= 20 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from storage.manifest import MANIFEST_FILE, Manifest, PartFile, fsync_directory, write_durably
+from storage.durable import fsync_directory, write_durably
+from storage.manifest import MANIFEST_FILE, Manifest, PartFile
 from storage.part import ROW_GROUP_SAMPLES, PartWriter
 from storage.schema import trace_schema
 from storage.staging import StagingDirectory
@@ -24,7 +25,7 @@ class OpenStep:
         self._max_part_bytes = max_part_bytes
         self._files: list[PartFile] = []
         self._part: PartWriter | None = None
-        self._staging = StagingDirectory(root, step)
+        self._staging = StagingDirectory(root, f"{step:09d}")
 
     def write(self, table: pa.Table) -> None:
         """Append the rows of `table`, starting a new part file whenever one is large enough."""
@@ -39,7 +40,7 @@ class OpenStep:
         """Close the files and write the manifest; all of it is on disk afterwards."""
         if self._part is not None:
             self._close_part(self._part)
-        write_durably(self._staging.path / MANIFEST_FILE, Manifest(self._step, self._files).to_json())
+        write_durably(self._staging.path / MANIFEST_FILE, Manifest.of_step(self._step, self._files).to_json())
 
     def publish(self, target: Path) -> None:
         """Appear at `target`. FileExistsError when something is there."""

@@ -1,20 +1,16 @@
-"""One Parquet file of traces: PartWriter streams it to disk, PartReader reads it, all checksums on."""
+"""PartWriter: traces to one Parquet file, row group by row group, all checksums on."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.errors import DamagedDataError, DatasetError
 from storage.manifest import PartFile
-from storage.schema import check_same_spec, from_table, spec_of, table_problems
-from storage.trace import RoutingSpec, Trace
 
 ROW_GROUP_SAMPLES = 16
 ROW_GROUP_BYTES = 32 << 20
@@ -111,82 +107,3 @@ class _DigestFile:
     def discard(self) -> None:
         with suppress(OSError):  # the unflushed bytes of a file that is thrown away
             self._file.close()
-
-
-class PartReader:
-    """Reads a part file of a dataset with this spec.
-
-    Raises:
-        DamagedDataError: naming the file, in every method, when it is missing, cut short or altered.
-        SpecMismatchError: when it holds traces of another model.
-    """
-
-    def __init__(self, path: Path, spec: RoutingSpec) -> None:
-        self._path = path
-        with self._naming_the_file():
-            self._parquet = pq.ParquetFile(path, page_checksum_verification=True)
-            try:
-                check_same_spec(spec_of(self._parquet.schema_arrow), spec, "the dataset")
-            except BaseException:
-                self._parquet.close()
-                raise
-
-    def __enter__(self) -> PartReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._parquet.close()
-
-    @property
-    def num_row_groups(self) -> int:
-        """Row groups in the file."""
-        return self._parquet.num_row_groups
-
-    @property
-    def num_rows(self) -> int:
-        """Samples in the file."""
-        return self._parquet.metadata.num_rows
-
-    def row_group(self, group: int) -> pa.Table:
-        """One row group."""
-        with self._naming_the_file():
-            return self._parquet.read_row_group(group, use_threads=False)
-
-    def traces(self, group: int) -> list[Trace]:
-        """One row group, decoded; every sample's crc32 is checked."""
-        return self._decode(self.row_group(group))
-
-    def trace(self, row: int) -> Trace:
-        """One row, decoded; its crc32 is checked."""
-        group = 0
-        while row >= (rows := self._parquet.metadata.row_group(group).num_rows):
-            row, group = row - rows, group + 1
-        return self._decode(self.row_group(group).slice(row, 1))[0]
-
-    def table(self, columns: Sequence[str]) -> pa.Table:
-        """All rows of some columns."""
-        with self._naming_the_file():
-            return self._parquet.read(list(columns), use_threads=False)
-
-    def problems(self) -> Iterator[str]:
-        """What `storage.schema.table_problems` finds in each row group."""
-        for group in range(self.num_row_groups):
-            table = self.row_group(group)
-            with self._naming_the_file():
-                found = table_problems(table)
-            yield from (f"{self._path}: {problem}" for problem in found)
-
-    def _decode(self, table: pa.Table) -> list[Trace]:
-        with self._naming_the_file():
-            return from_table(table, check_crc=True)
-
-    @contextmanager
-    def _naming_the_file(self) -> Iterator[None]:
-        try:
-            yield
-        except DatasetError as error:
-            raise type(error)(f"{self._path}: {error}") from error
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise DamagedDataError(
-                f"{self._path} is damaged ({error}); restore it, or remove its step and sample that again"
-            ) from error

@@ -21,20 +21,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from storage.manifest import DATASET_FILE, dataset_json, fsync_directory, write_durably
+from storage.durable import fsync_directory, write_durably
+from storage.manifest import DATASET_FILE, dataset_json
 from storage.trace import RoutingSpec
 
 logger = logging.getLogger(__name__)
 _STAGING = "_staging"
-_ENTRY = re.compile(r"(?:\d{9,}|dataset)-(?P<host>.+)-[0-9a-f]{32}")
+_ENTRY = re.compile(r"(?:\d{9,}|dataset|file|pack|dropped)-(?P<host>.+)-[0-9a-f]{32}")
 
 
 class StagingDirectory:
     """A locked directory that one writer fills, then renames into place or removes."""
 
-    def __init__(self, root: Path, step: int) -> None:
+    def __init__(self, root: Path, what: str) -> None:
         with staging_lock(root):
-            self.path = _new_entry(root, f"{step:09d}")
+            self.path = new_entry(root, what)
             self.path.mkdir()
             self._lock: int | None = _lock(self.path)
 
@@ -45,7 +46,7 @@ class StagingDirectory:
 
     def remove(self) -> None:
         """Delete everything staged. A failure is logged: what stays is litter, never data."""
-        _remove(self.path)
+        remove_entry(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -61,7 +62,7 @@ def create_dataset(root: Path, spec: RoutingSpec) -> None:
     with staging_lock(root):
         if (root / DATASET_FILE).exists():
             return
-        temporary = _new_entry(root, "dataset")
+        temporary = new_entry(root, "dataset")
         write_durably(temporary, dataset_json(spec))
         with suppress(FileExistsError):  # a writer on another host was faster
             os.link(temporary, root / DATASET_FILE)
@@ -91,13 +92,14 @@ def clean_staging(root: str | os.PathLike[str], *, all_hosts: bool = False) -> l
     dead = dead_staging(Path(root), all_hosts=all_hosts)
     for entry in dead:
         logger.warning("removing %s, left by a writer that died; it was never committed", entry)
-        _remove(entry)
+        remove_entry(entry)
     return dead
 
 
 @contextmanager
 def staging_lock(root: Path) -> Iterator[None]:
     """Exclusive among the threads and processes of this host; held while entries of `_staging` change."""
+    (root / _STAGING).mkdir(exist_ok=True)
     descriptor = _lock(root / _STAGING)
     try:
         yield
@@ -115,7 +117,8 @@ def _lock(directory: Path, flags: int = 0) -> int:
     return descriptor
 
 
-def _new_entry(root: Path, what: str) -> Path:
+def new_entry(root: Path, what: str) -> Path:
+    """A path in `_staging` that no one else uses and every host can judge."""
     return root / _STAGING / f"{what}-{socket.gethostname()}-{uuid.uuid4().hex}"
 
 
@@ -130,7 +133,8 @@ def _is_dead(entry: Path, all_hosts: bool) -> bool:
     return True
 
 
-def _remove(entry: Path) -> None:
+def remove_entry(entry: Path) -> None:
+    """Delete an entry of `_staging`; a failure is logged."""
     try:
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     except OSError as error:

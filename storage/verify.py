@@ -1,32 +1,26 @@
-"""Check a dataset against its manifests, checksums and the route contract. Repairs nothing."""
+"""Check a dataset against manifests, checksums and the route contract. Repair removes only what was never committed."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
+from storage.annotations import annotation_files, read_annotation
+from storage.catalog import Catalog, Place
 from storage.errors import DatasetError
-from storage.manifest import (
-    MANIFEST_FILE,
-    PartFile,
-    committed_steps,
-    read_manifest,
-    read_spec,
-    step_directory,
-)
-from storage.part import PartReader
-from storage.staging import dead_staging
+from storage.manifest import MANIFEST_FILE, is_folder, read_manifest, read_spec
+from storage.part_reader import PartReader
+from storage.staging import clean_staging, dead_staging
+from storage.store import LocalStore, Root, Store, open_store
 from storage.trace import RoutingSpec
 
 
-def verify_dataset(root: str | os.PathLike[str]) -> list[str]:
+def verify_dataset(root: Root) -> list[str]:
     """Every problem of the dataset at `root`, one text each, naming the file and where possible the sample.
 
     Looks at size and sha256 of each file, page checksums, each sample's crc32, row rule and expert ids,
-    the spec, manifests against files, sample_ids that appear twice, and what dead writers left. Damaged
-    data never raises.
+    the spec, manifests against files, sample_ids that appear twice, annotations, and what dead writers left.
+    Damaged data never raises.
 
     >>> verify_dataset("traces/")
     ['traces/step-000000000/part-00000.parquet: has 9120 bytes, its manifest says 9121']
@@ -34,59 +28,107 @@ def verify_dataset(root: str | os.PathLike[str]) -> list[str]:
     Raises:
         FileNotFoundError: when there is no dataset.
     """
-    root = Path(root)
+    store = open_store(root)
     try:
-        spec = read_spec(root)
+        spec = read_spec(store)
     except DatasetError as error:
         return [str(error)]
-    return [*_step_problems(root, spec), *_strays(root)]
+    return [*_folder_problems(store, spec), *_strays(store)]
 
 
-def _step_problems(root: Path, spec: RoutingSpec) -> Iterator[str]:
+def repair_dataset(root: Root) -> list[str]:
+    """Remove what was never committed: what dead writers of this host left in `_staging`. Returns the removed paths.
+
+    Damage to committed data stays for you to judge: `verify_dataset` names each file.
+    """
+    store = open_store(root)
+    read_spec(store)
+    return [str(path) for path in clean_staging(store.root)] if isinstance(store, LocalStore) else []
+
+
+def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
     owner: dict[str, int] = {}
-    for step in committed_steps(root):
+    superseded = _superseded(store)
+    for folder in sorted(store.committed().keys() - superseded):
         try:
-            manifest = read_manifest(root, step)
+            manifest = read_manifest(store, folder)
         except DatasetError as error:
             yield str(error)
             continue
         for file in manifest.files:
-            yield from _file_problems(step_directory(root, step) / file.path, file, spec)
-        for sample_id in manifest.sample_ids:
-            if sample_id in owner:
-                yield f"{step_directory(root, step)}: sample {sample_id!r} is in step {owner[sample_id]} too"
-            owner[sample_id] = step
-        known = {MANIFEST_FILE, *(file.path for file in manifest.files)}
-        for name in sorted(set(os.listdir(step_directory(root, step))) - known):
-            yield f"{step_directory(root, step) / name}: is not in the manifest"
+            yield from _file_problems(store, Place(f"{folder}/{file.path}", file, 0, file.rows), spec)
+        for step, _ in manifest.steps:
+            for sample_id in (sample_id for extent in manifest.extents(step) for sample_id in extent.sample_ids):
+                if sample_id in owner:
+                    yield f"{store.url(folder)}: sample {sample_id!r} is in step {owner[sample_id]} too"
+                owner[sample_id] = step
+            yield from _annotation_problems(store, step, owner)
+        for name in sorted(set(store.names(folder)) - {MANIFEST_FILE, *(file.path for file in manifest.files)}):
+            yield f"{store.url(folder)}/{name}: is not in the manifest"
 
 
-def _file_problems(path: Path, file: PartFile, spec: RoutingSpec) -> Iterator[str]:
-    if not path.is_file():
-        yield f"{path}: is missing"
-        return
-    size = path.stat().st_size
-    if size != file.bytes:
-        yield f"{path}: has {size} bytes, its manifest says {file.bytes}"
-    elif _sha256(path) != file.sha256:
-        yield f"{path}: its sha256 is not the one in its manifest"
+def _superseded(store: Store) -> set[str]:
+    """Folders that readers pass over; what is wrong with the manifests themselves is reported elsewhere."""
     try:
-        with PartReader(path, spec) as part:
+        return set(Catalog(store).superseded)
+    except DatasetError:
+        return set()
+
+
+def _file_problems(store: Store, place: Place, spec: RoutingSpec) -> Iterator[str]:
+    url, file, size = store.url(place.name), place.file, store.size(place.name)
+    if size is None:
+        yield f"{url}: is missing"
+        return
+    if size != file.bytes:
+        yield f"{url}: has {size} bytes, its manifest says {file.bytes}"
+    elif _sha256(store, place.name) != file.sha256:
+        yield f"{url}: its sha256 is not the one in its manifest"
+    try:
+        with PartReader.open(store, place.name, spec) as part:
             yield from part.problems()
-            if part.table(["sample_id"]).column(0).to_pylist() != file.sample_ids:
-                yield f"{path}: its sample_ids are not those in its manifest"
+            ids = [
+                sample_id for batch in part.batches(["sample_id"], None) for sample_id in batch.column(0).to_pylist()
+            ]
+            if ids != file.sample_ids:
+                yield f"{url}: its sample_ids are not those in its manifest"
     except DatasetError as error:
         yield str(error)
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(store: Store, name: str) -> str:
+    digest = hashlib.sha256()
+    with store.open(name) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
-def _strays(root: Path) -> Iterator[str]:
-    found = set(root.glob("step-*"))  # before the committed ones: another step may appear any moment
-    for directory in sorted(found - {step_directory(root, step) for step in committed_steps(root)}):
-        yield f"{directory}: has no {MANIFEST_FILE}; restore it, or remove the directory"
-    for entry in dead_staging(root):
-        yield f"{entry}: left by a writer that died; storage.clean_staging({str(root)!r}) removes it"
+def _annotation_problems(store: Store, step: int, owner: dict[str, int]) -> Iterator[str]:
+    for name in annotation_files(store, step):
+        try:
+            samples = read_annotation(store, name, step)
+        except DatasetError as error:
+            yield str(error)
+            continue
+        if unknown := [sample_id for sample_id in samples if owner.get(sample_id) != step]:
+            yield f"{store.url(name)}: annotates {unknown[0]!r}, which is not in step {step}"
+
+
+def _strays(store: Store) -> Iterator[str]:
+    found = {
+        name for name in store.names() if is_folder(name)
+    }  # before the committed ones: another may appear any moment
+    for name in sorted(found - store.committed().keys()):
+        yield f"{store.url(name)}: has no {MANIFEST_FILE}; restore it, or remove the directory"
+    try:
+        superseded = Catalog(store).superseded
+    except DatasetError as error:
+        superseded = []
+        if "retention" in str(error):
+            yield str(error)
+    for name in superseded:
+        yield f"{store.url(name)}: left by a compaction or a drop that was cut off; compact() or keep_from() removes it"
+    if isinstance(store, LocalStore):
+        for entry in dead_staging(store.root):
+            yield f"{entry}: left by a writer that died; storage.clean_staging({str(store.root)!r}) removes it"

@@ -8,21 +8,23 @@ power loss.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import pyarrow as pa
 
+from storage.catalog import Catalog
+from storage.committed import CommittedSamples
+from storage.durable import fsync_directory
 from storage.errors import DuplicateSampleError, StepExistsError
-from storage.manifest import committed_steps, fsync_directory, read_manifest, read_spec, step_directory
+from storage.manifest import MANIFEST_FILE, read_spec, step_directory, step_folder
 from storage.open_step import OpenStep
 from storage.part import ROW_GROUP_SAMPLES
 from storage.schema import check_same_spec, conform, spec_of, table_problems, to_table
 from storage.staging import check_writable, clean_staging, create_dataset, staging_lock
+from storage.store import LocalStore, Root, local_path
 from storage.trace import RoutingSpec, Trace
 
 logger = logging.getLogger(__name__)
@@ -46,26 +48,30 @@ class TraceWriter:
         FormatVersionError: when another release wrote the dataset.
     """
 
-    def __init__(self, root: str | os.PathLike[str], spec: RoutingSpec, *, max_part_bytes: int = 256 << 20) -> None:
-        self.root, self.spec, self.max_part_bytes = Path(root), spec, max_part_bytes
+    def __init__(self, root: Root, spec: RoutingSpec, *, max_part_bytes: int = 256 << 20) -> None:
+        self.root, self.spec, self.max_part_bytes = local_path(root), spec, max_part_bytes
+        self._store = LocalStore(self.root)
         create_dataset(self.root, spec)
         check_writable(self.root)
-        check_same_spec(spec, read_spec(self.root), f"the dataset {self.root}")
+        check_same_spec(spec, read_spec(self._store), f"the dataset {self.root}")
         clean_staging(self.root)
+        self._catalog = Catalog(self._store)
+        self._committed = CommittedSamples(self._catalog)
         self._lock = threading.RLock()
         self._open: dict[int, OpenStep] = {}
-        self._seen_steps: set[int] = set()
-        self._step_of_sample: dict[str, int] = {}
         self._closed = False
 
     def committed_steps(self) -> list[int]:
         """Steps that readers can see, ascending; other writers' too."""
-        return committed_steps(self.root)
+        with self._lock:
+            self._catalog.refresh()
+            return list(self._catalog.steps)
 
     def next_step(self) -> int:
-        """One more than the largest step that is committed or open here; 0 for an empty dataset."""
+        """One more than the largest step that is committed, dropped or open here; 0 for an empty dataset."""
         with self._lock:
-            return max([*self.committed_steps(), *self._open], default=-1) + 1
+            last = max([*self.committed_steps(), *self._open], default=-1)
+            return max(last + 1, self._catalog.first_step)
 
     def write(self, traces: Sequence[Trace] | pa.Table, *, step: int) -> None:
         """Stage traces, or a table of `to_table`, for `step`. `[]` opens a step that may stay empty.
@@ -120,6 +126,8 @@ class TraceWriter:
                 logger.warning("dropping steps %s of %s: they were not committed", sorted(self._open), self.root)
             for step in list(self._open):
                 self.abandon(step)
+            if not self._closed:
+                self._committed.save_index()
             self._closed = True
 
     def __enter__(self) -> TraceWriter:
@@ -133,13 +141,22 @@ class TraceWriter:
             raise ValueError(f"this TraceWriter of {self.root} is closed; open a new one")
         if step < 0:
             raise ValueError(f"step {step} is negative")
-        if step not in self._open and step_directory(self.root, step).exists():
+        if step not in self._open:
+            self._catalog.refresh()
+            self._check_free(step)
+
+    def _check_free(self, step: int) -> None:
+        if step in self._catalog or self._store.size(f"{step_folder(step)}/{MANIFEST_FILE}") is not None:
             raise self._step_exists(step)
+        if step < self._catalog.first_step:
+            raise ValueError(
+                f"steps before {self._catalog.first_step} of {self.root} were dropped; go on with {self.next_step()}"
+            )
 
     def _step_exists(self, step: int) -> StepExistsError:
         return StepExistsError(
             f"step {step} is committed in {self.root} already, and a committed step never changes; go on "
-            f"with step {self.next_step()}, or remove {step_directory(self.root, step)} to sample it again"
+            f"with step {self.next_step()}, or remove {self._store.url(step_folder(step))} to sample it again"
         )
 
     def _tables(self, traces: Sequence[Trace] | pa.Table) -> list[pa.Table]:
@@ -162,7 +179,7 @@ class TraceWriter:
 
     def _check_new(self, sample_ids: list[str], step: int) -> None:
         if step not in self._open:
-            self._see_committed()
+            self._committed.refresh()
         staged = self._open[step].sample_ids if step in self._open else set()
         for sample_id, count in Counter(sample_ids).items():
             if count > 1 or sample_id in staged:
@@ -170,20 +187,14 @@ class TraceWriter:
             self._check_not_committed(sample_id)
 
     def _check_not_committed(self, sample_id: str) -> None:
-        if (owner := self._step_of_sample.get(sample_id)) is not None:
+        if (owner := self._committed.step_of(sample_id)) is not None:
             raise DuplicateSampleError(f"sample_id {sample_id!r} is committed in step {owner} of {self.root} already")
-
-    def _see_committed(self) -> None:
-        for step in set(self.committed_steps()) - self._seen_steps:
-            self._step_of_sample.update(dict.fromkeys(read_manifest(self.root, step).sample_ids, step))
-            self._seen_steps.add(step)
 
     def _publish(self, step: int, open_step: OpenStep) -> None:
         open_step.seal()
         with staging_lock(self.root):  # writers of this host publish one after the other
-            if step_directory(self.root, step).exists():
-                raise self._step_exists(step)
-            self._see_committed()
+            self._committed.refresh()
+            self._check_free(step)
             for sample_id in open_step.sample_ids:
                 self._check_not_committed(sample_id)
             try:

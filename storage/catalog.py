@@ -1,0 +1,133 @@
+"""Which steps are committed, and in which rows of which files their samples lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from storage.index import Index
+from storage.manifest import Manifest, PartFile, read_manifest, step_of_folder
+from storage.retention import first_kept_step
+from storage.store import Root, Stamp, Store, open_store
+
+MANIFESTS_IN_MEMORY = 256
+
+
+class Place(NamedTuple):
+    """Rows `[start, stop)` of the part file `name`, relative to the dataset."""
+
+    name: str
+    file: PartFile
+    start: int
+    stop: int
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """The samples in these rows."""
+        return self.file.sample_ids[self.start : self.stop]
+
+
+class Catalog:
+    """The committed steps of a dataset as they were at the last `refresh`. Manifests are read when needed.
+
+    >>> catalog = Catalog(open_store("traces/"))
+    >>> catalog.steps, catalog.folder(1)
+    ([0, 1], 'step-000000001')
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._cached = lru_cache(MANIFESTS_IN_MEMORY)(self._read)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See what was committed, compacted or dropped since. A pack replaces the folders of its steps."""
+        self._stamps = self._store.committed()
+        self._index: Index | None = None
+        self.first_step = first = first_kept_step(self._store)
+        own = {step: name for name in self._stamps if (step := step_of_folder(name)) is not None}
+        packs = sorted(name for name in self._stamps if step_of_folder(name) is None)
+        packed = {step: name for name in packs for step, _ in self.manifest(name).steps}
+        self._folders = {step: name for step, name in (own | packed).items() if step >= first}
+        self.superseded = [name for step, name in own.items() if step in packed or step < first]
+        self.superseded += [name for name in packs if name not in self._folders.values()]
+        self.steps = sorted(self._folders)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._folders
+
+    def folder(self, step: int) -> str:
+        """The folder that holds `step`."""
+        return self._folders[step]
+
+    @property
+    def folders(self) -> set[str]:
+        """The folders that hold the steps."""
+        return set(self._folders.values())
+
+    def manifest(self, folder: str) -> Manifest:
+        """The manifest of a folder, read once."""
+        return self._cached(folder, self._stamps[folder])
+
+    def places(self, step: int) -> Iterator[Place]:
+        """Where the samples of `step` lie, in the order they were written."""
+        folder = self.folder(step)
+        for extent in self.manifest(folder).extents(step):
+            yield Place(f"{folder}/{extent.file.path}", *extent)
+
+    def sample_ids(self, step: int) -> list[str]:
+        """The samples of `step`, in the order they were written."""
+        return [sample_id for place in self.places(step) for sample_id in place.sample_ids]
+
+    def num_samples(self) -> int:
+        """Samples of all steps; a manifest is read only where the index does not know it as it is now."""
+        index = self.index()
+        return sum(self._count(index, step) for step in self.steps)
+
+    def find(self, sample_id: str) -> tuple[Place, int] | None:
+        """The file and the row in it of a sample. What an index says is looked up in the manifest."""
+        for step in self._candidates(sample_id):
+            for place in self.places(step):
+                if sample_id in place.sample_ids:
+                    return place, place.start + place.sample_ids.index(sample_id)
+        return None
+
+    def index(self) -> Index:
+        """The index, without what it says about manifests that have changed since."""
+        if self._index is None:
+            self._index = Index.load(self._store, self._stamps)
+        return self._index
+
+    def build_index(self) -> None:
+        """Write an index of every manifest that is here now; see storage/index.py."""
+        Index.of({name: self.manifest(name) for name in self.folders}, self._stamps).save(self._store)
+        self._index = None
+
+    def _count(self, index: Index, step: int) -> int:
+        folder = self.folder(step)
+        known = index.samples.get(folder)
+        return known if known is not None and step_of_folder(folder) is not None else self._listed(folder, step)
+
+    def _listed(self, folder: str, step: int) -> int:
+        return dict(self.manifest(folder).steps)[step]
+
+    def _candidates(self, sample_id: str) -> Iterator[int]:
+        """First the step that the id names (`run/step/prompt/j`), then those whose hashes match, then the unknown."""
+        parts = sample_id.split("/")
+        hint = int(parts[1]) if len(parts) > 1 and parts[1].isdecimal() and len(parts[1]) < 19 else -1
+        if hint in self:
+            yield hint
+        index = self.index()
+        folders = index.folders_with(sample_id)
+        possible = [step for step in self.steps if step != hint]
+        yield from (step for step in possible if self.folder(step) in folders)
+        yield from (step for step in possible if self.folder(step) not in index.samples)
+
+    def _read(self, folder: str, stamp: Stamp) -> Manifest:
+        return read_manifest(self._store, folder)
+
+
+def committed_steps(root: Root) -> list[int]:
+    """Steps that readers can see in the dataset at `root`, ascending."""
+    return Catalog(open_store(root)).steps

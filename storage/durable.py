@@ -1,0 +1,23 @@
+"""Files and names that survive power loss."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, data: str | bytes) -> None:
+    """Create `path` with `data` and wait until it is on disk; FileExistsError when it exists."""
+    with open(path, "xb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_directory(path: Path) -> None:
+    """Wait until the names in `path` are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,136 @@
+"""PartReader: one Parquet file of traces, all checksums verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+
+from storage.errors import DamagedDataError, DatasetError
+from storage.schema import check_same_spec, conform, from_table, spec_of, table_problems, trace_schema
+from storage.store import Store
+from storage.trace import RoutingSpec, Trace
+
+SCAN_ROWS = 1024  # at most, in a batch; a row group of routes has 16
+
+
+class PartReader:
+    """Reads an open part file of a dataset with this spec; `url` is how messages name it. Leaving closes the file.
+
+    Raises:
+        DamagedDataError: naming the file, in every method, when it is cut short or altered.
+        SpecMismatchError: when it holds traces of another model.
+    """
+
+    def __init__(self, file: Any, url: str, spec: RoutingSpec) -> None:
+        self._file, self._url, self._spec = file, url, spec
+        with self._naming_the_file():
+            try:
+                self._parquet = pq.ParquetFile(file, page_checksum_verification=True)
+                check_same_spec(spec_of(self._parquet.schema_arrow), spec, "the dataset")
+            except BaseException:
+                file.close()
+                raise
+
+    @classmethod
+    def open(cls, store: Store, name: str, spec: RoutingSpec) -> PartReader:
+        """The part file `name`; DamagedDataError when it is missing."""
+        try:
+            return cls(store.open(name), store.url(name), spec)
+        except FileNotFoundError as error:
+            raise missing(store.url(name)) from error
+
+    def __enter__(self) -> PartReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parquet.close()
+        self._file.close()
+
+    @property
+    def num_row_groups(self) -> int:
+        """Row groups in the file."""
+        return self._parquet.num_row_groups
+
+    @property
+    def num_rows(self) -> int:
+        """Samples in the file."""
+        return self._parquet.metadata.num_rows
+
+    def row_group(self, group: int) -> pa.Table:
+        """One row group."""
+        with self._naming_the_file():
+            return conform(self._parquet.read_row_group(group, use_threads=False))
+
+    def tables(self, start: int, stop: int) -> Iterator[pa.Table]:
+        """Rows `[start, stop)`, one row group at a time."""
+        if stop > self.num_rows:
+            raise DamagedDataError(f"{self._url} has {self.num_rows} rows, its manifest speaks of row {stop - 1}")
+        row = 0
+        for group in range(self.num_row_groups):
+            rows = self._parquet.metadata.row_group(group).num_rows
+            first, last = max(start - row, 0), min(stop - row, rows)
+            if first < last:
+                yield self.row_group(group).slice(first, last - first)
+            row += rows
+
+    def traces(self, start: int, stop: int) -> Iterator[Trace]:
+        """Rows `[start, stop)`, decoded; every sample's crc32 is checked. One row group is in memory."""
+        for table in self.tables(start, stop):
+            yield from self.decode(table)
+
+    def batches(self, columns: Sequence[str], filter: pc.Expression | None) -> Iterator[pa.RecordBatch]:
+        """The rows that pass `filter`, some columns; row groups whose statistics exclude it are not read."""
+        options = pads.ParquetFragmentScanOptions(page_checksum_verification=True, pre_buffer=False)
+        with self._naming_the_file():
+            fragment = pads.ParquetFileFormat(default_fragment_scan_options=options).make_fragment(self._file)
+            scanner = fragment.scanner(
+                schema=trace_schema(self._spec),
+                columns=list(columns),
+                filter=filter,
+                batch_size=SCAN_ROWS,
+                batch_readahead=0,
+                fragment_readahead=0,
+                use_threads=False,
+            )
+            batches = scanner.to_batches()
+        while (batch := self._next(batches)) is not None:
+            yield batch
+
+    def problems(self) -> Iterator[str]:
+        """What `storage.schema.table_problems` finds in each row group."""
+        for group in range(self.num_row_groups):
+            table = self.row_group(group)
+            with self._naming_the_file():
+                found = table_problems(table)
+            yield from (f"{self._url}: {problem}" for problem in found)
+
+    def decode(self, table: pa.Table) -> list[Trace]:
+        """The traces of a table of this file; every sample's crc32 is checked."""
+        with self._naming_the_file():
+            return from_table(table, check_crc=True)
+
+    def _next(self, batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch | None:
+        with self._naming_the_file():
+            return next(batches, None)
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except DatasetError as error:
+            raise type(error)(f"{self._url}: {error}") from error
+        except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+            raise DamagedDataError(
+                f"{self._url} is damaged ({error}); restore it, or remove its step and sample that again"
+            ) from error
+
+
+def missing(url: str) -> DamagedDataError:
+    """The error for a file that a manifest lists and that is not there."""
+    return DamagedDataError(f"{url} is missing; restore it, or remove its step and sample that again")

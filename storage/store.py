@@ -1,0 +1,159 @@
+"""Where a dataset lies: a local directory, or an object store (object_store.py). Names are relative to its root."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+
+from storage.durable import fsync_directory, write_durably
+from storage.manifest import MANIFEST_FILE, is_folder
+from storage.staging import new_entry, remove_entry, staging_lock
+
+Root = str | os.PathLike[str]
+
+
+class Stamp(NamedTuple):
+    """Changes when a manifest does: its size in bytes and when it was written, in nanoseconds."""
+
+    size: int
+    written: int
+
+
+class Store(Protocol):
+    """What readers need, and the two ways in which small files appear."""
+
+    def url(self, name: str) -> str:
+        """`name` as messages show it."""
+
+    def read(self, name: str) -> bytes:
+        """A whole small file; FileNotFoundError when there is none."""
+
+    def open(self, name: str) -> Any:
+        """A file to read at random; FileNotFoundError when there is none."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is none."""
+
+    def names(self, folder: str = "") -> list[str]:
+        """What lies directly in `folder`, sorted; nothing when there is no such folder."""
+
+    def committed(self) -> dict[str, Stamp]:
+        """The folders of steps and packs that have a manifest."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """Make a file, all at once and durably; FileExistsError when it exists. Of several racers one succeeds."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """The same, in place of an older file if there is one."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file or a folder with all in it; nothing when there is none."""
+
+
+def open_store(root: Root) -> Store:
+    """The store of a path, a `file://` URL, or the URL of an object store such as `s3://bucket/traces`."""
+    scheme = urlsplit(str(root)).scheme if "://" in str(root) else ""
+    if scheme in ("", "file"):
+        return LocalStore(local_path(root))
+    raise ValueError(f"{root} is no directory and no file:// URL")
+
+
+def is_remote(root: Root) -> bool:
+    """Whether `root` is the URL of an object store."""
+    return "://" in str(root) and urlsplit(str(root)).scheme != "file"
+
+
+def local_path(root: Root) -> Path:
+    """The directory of a path or a `file://` URL."""
+    return Path(unquote(urlsplit(str(root)).path)) if str(root).startswith("file://") else Path(root)
+
+
+class LocalStore:
+    """A directory. Names never lead out of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, name: str) -> Path:
+        """The file of `name`."""
+        parts = PurePosixPath(name).parts
+        if ".." in parts or PurePosixPath(name).is_absolute():
+            raise ValueError(f"{name!r} leads out of the dataset {self.root}")
+        return self.root / name
+
+    def url(self, name: str) -> str:
+        """See `Store`."""
+        return str(self.root / name)
+
+    def read(self, name: str) -> bytes:
+        """See `Store`."""
+        return self.path(name).read_bytes()
+
+    def open(self, name: str) -> pa.NativeFile:
+        """See `Store`. Not mapped into memory: a file cut short while it is read must be an error, not a signal."""
+        return pa.OSFile(str(self.path(name)))
+
+    def size(self, name: str) -> int | None:
+        """See `Store`."""
+        with suppress(FileNotFoundError):
+            status = os.stat(self.path(name))
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
+        return None
+
+    def names(self, folder: str = "") -> list[str]:
+        """See `Store`."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(os.listdir(self.path(folder)))
+        return []
+
+    def committed(self) -> dict[str, Stamp]:
+        """See `Store`."""
+        found = {}
+        for name in os.listdir(self.root):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if is_folder(name):
+                    status = os.stat(f"{self.root}/{name}/{MANIFEST_FILE}")
+                    found[name] = Stamp(status.st_size, status.st_mtime_ns)
+        return found
+
+    def create(self, name: str, data: bytes) -> None:
+        """See `Store`. Written under `_staging`, linked into place."""
+        with staging_lock(self.root):
+            temporary = new_entry(self.root, "file")
+            write_durably(temporary, data)
+            try:
+                self._parent(name)
+                os.link(temporary, self.path(name))
+            finally:
+                temporary.unlink()
+            fsync_directory(self.path(name).parent)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """See `Store`. Written under `_staging`, renamed into place."""
+        with staging_lock(self.root):
+            temporary = new_entry(self.root, "file")
+            write_durably(temporary, data)
+            self._parent(name)
+            os.rename(temporary, self.path(name))
+            fsync_directory(self.path(name).parent)
+
+    def remove(self, name: str) -> None:
+        """See `Store`. A folder is first renamed into `_staging`: no reader sees half of one."""
+        path = self.path(name)
+        with staging_lock(self.root), suppress(FileNotFoundError):
+            doomed = new_entry(self.root, "dropped")
+            os.rename(path, doomed)
+            fsync_directory(path.parent)
+            remove_entry(doomed)
+
+    def _parent(self, name: str) -> None:
+        parent = self.path(name).parent
+        if not parent.is_dir():
+            parent.mkdir(parents=True, exist_ok=True)
+            fsync_directory(parent.parent)
