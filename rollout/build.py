@@ -16,10 +16,12 @@ from rollout.config import EngineOptions
 from rollout.device import Stream, open_stream
 from rollout.engine import Engine
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
+from rollout.forced_rows import try_forcing
 from rollout.loader import LoadedModel, load_model, move_model, rope_types
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
-from rollout.scheduler import Request, Scheduler
+from rollout.request import Request
+from rollout.scheduler import Scheduler
 from rollout.self_test import (
     MAX_ROWS,
     OWN_CACHE_PROMPT_LEN,
@@ -83,6 +85,7 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
     _check_device(options, stream.device)
     loaded = load_model(path, options.dtype, options.trust_remote_code)
     stream.run(lambda: move_model(loaded.model, stream.device))
+    forcing, _ = stream.call(lambda: try_forcing(loaded.model))
     capturer = None
     if options.enable_return_routed_experts:
         rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS)
@@ -93,7 +96,15 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
     if capturer is not None and runner.whole_prompts:
         longest = options.max_batch_tokens + min(loaded.max_positions, kv_tokens) + ROW_MULTIPLE
         stream.run(lambda: capturer.reserve(longest))
-    scheduler = Scheduler(options.max_running_requests, options.max_batch_tokens, kv_tokens, runner.whole_prompts)
+    runner.forcing = forcing
+    scheduler = Scheduler(
+        options.max_running_requests,
+        options.max_batch_tokens,
+        kv_tokens,
+        whole_prompts=runner.whole_prompts,
+        preempts=forcing is not None or capturer is None,
+        store=runner,
+    )
     engine = Engine(
         runner,
         scheduler,

@@ -34,10 +34,29 @@ class RequestRoutes:
         self._filled = 0
         self._sealed = False
 
-    def extend(self, start: int, rows: np.ndarray) -> None:
-        """Write rows `[start, start + len(rows))`; `start` must be where the last call ended. Dropped once sealed."""
+    @property
+    def filled(self) -> int:
+        """Rows written so far."""
+        return self._filled
+
+    def rows(self, start: int, end: int) -> np.ndarray:
+        """Rows `[start, end)` that were written, a view."""
+        return self._rows[start : min(end, self._filled)]
+
+    def extend(self, start: int, rows: np.ndarray, frozen: int = 0) -> None:
+        """Write rows `[start, start + len(rows))`; `start` must be where the last call ended. Dropped once sealed.
+
+        Rows below position `frozen` were computed again under replay: they must be those of the first time.
+        """
         if self._sealed:
             return
+        if start < frozen:
+            again = rows[: frozen - start]
+            if not np.array_equal(again, self.rows(start, start + len(again))):
+                raise RuntimeError(f"rows {start}..{start + len(again)} were computed again with other experts")
+            start, rows = start + len(again), rows[len(again) :]
+            if not len(rows):
+                return
         if start != self._filled:
             raise RuntimeError(f"routes of positions {self._filled}..{start} are missing or doubled")
         self._rows[start : start + len(rows)] = rows
@@ -54,13 +73,14 @@ class RequestRoutes:
 
 
 class RouteSegment(NamedTuple):
-    """Rows `[start, end)` of a step are positions `position...` of one request."""
+    """Rows `[start, end)` of a step are positions `position...` of one request, which has those below `frozen`."""
 
     start: int
     end: int
     position: int
     routes: RequestRoutes
     sample_id: str = ""
+    frozen: int = 0
 
 
 class RouteState(enum.Enum):
@@ -113,7 +133,7 @@ class RoutedExpertsOutput:
         if self.host_cache is not None:
             self.host_cache[self.out_cache_loc.numpy()] = rows
         for segment in self.segments:
-            segment.routes.extend(segment.position, rows[segment.start : segment.end])
+            segment.routes.extend(segment.position, rows[segment.start : segment.end], segment.frozen)
 
     def _advance(self, before: RouteState, after: RouteState) -> None:
         if self.state is not before:

@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 from rollout.backend import SampleRequest
 from rollout.capture import RequestRoutes
 from rollout.model_runner import GenerationBatchResult, ModelRunner
+from rollout.request import Request
 from rollout.rng import stream_key
-from rollout.scheduler import Request, Scheduler, Work
+from rollout.scheduler import Scheduler, Work
 from rollout.stops import StopChecker
 from storage.trace import RoutingSpec
 
@@ -120,6 +121,12 @@ class Engine:
             if request.finish_reason is None:
                 self._finish(request, "abort", None)
 
+    def yield_all(self) -> None:
+        """All running requests give up their slots. They recompute them under replay of their rows."""
+        self.drain()
+        for request in sorted(self._scheduler.running, key=lambda r: -r.arrival):
+            self._scheduler.preempt(request)
+
     def drain(self) -> None:
         """Process the steps in flight without launching more."""
         while self._in_flight:
@@ -137,6 +144,8 @@ class Engine:
             self._fail(step, batch, error)
             return
         tokens = sum(work.length for work in batch)
+        for work in batch:
+            work.request.launched(work.start + work.length, self.weight_version)
         self.stats.forwards += 1
         self.stats.tokens += tokens
         self._in_flight.append(result)
@@ -149,6 +158,8 @@ class Engine:
             self._fail(result.step, result.batch, error)
             return
         self.stats.events.append(StepEvent("finalize", result.step, time.perf_counter(), 0))
+        for work in result.batch:
+            work.request.in_flight -= 1
         for work, output in zip([w for w in result.batch if w.samples], result.outputs(), strict=True):
             self._deliver(work.request, *output)
 
@@ -185,8 +196,6 @@ class Engine:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.routes is not None:
             request.routes.seal()
-        if request.row >= 0:
-            self._runner.clear_slots(request.slot, request.computed)
         self._scheduler.release(request)
         self._on_finish(request)
 

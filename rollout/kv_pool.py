@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,41 @@ class SlotAllocator:
                 self._free[index : index + 1] = [(start + count, end)] if end - start > count else []
                 return start
         return None
+
+    def resize(self, start: int, count: int, wanted: int) -> int | None:
+        """Give a run `wanted` slots: in place if those behind it are free, else the first place that fits, which may
+        overlap the old one. None, and nothing changes, when there is none.
+
+        >>> slots = SlotAllocator(10)
+        >>> slots.allocate(2), slots.allocate(2), slots.resize(2, 2, 4), slots.resize(0, 2, 4)
+        (0, 2, 2, 6)
+        """
+        before = list(self._free)
+        self.release(start, count)
+        index = next(i for i, (a, b) in enumerate(self._free) if a <= start < b)
+        a, b = self._free[index]
+        if start + wanted > b:
+            place = self.allocate(wanted)
+            if place is None:
+                self._free = before
+            return place
+        pieces = [(a, start), (start + wanted, b)]
+        self._free[index : index + 1] = [piece for piece in pieces if piece[0] < piece[1]]
+        return start
+
+    def check(self, owned: Sequence[tuple[int, int]]) -> None:
+        """The free runs and the `owned` ones, `[start, end)` each, cover all slots once.
+
+        Raises:
+            RuntimeError: naming the first slot that has no owner or two.
+        """
+        at = 0
+        for start, end in sorted([*self._free, *owned]):
+            if start != at:
+                raise RuntimeError(f"slot {min(start, at)} {'leaked' if start > at else 'has two owners'}")
+            at = end
+        if at != self.size:
+            raise RuntimeError(f"slot {min(at, self.size)} {'leaked' if at < self.size else 'does not exist'}")
 
     def release(self, start: int, count: int) -> None:
         """Return a run; neighbouring free runs merge."""
@@ -136,6 +172,13 @@ class KVPool:
         """Zero `count` slots in all layers. Grouped attention reads slots that it masks, and 0 * NaN is NaN."""
         for store in (*self.keys.values(), *self.values.values()):
             store[slot : slot + count].zero_()
+
+    def move(self, source: int, target: int, count: int) -> None:
+        """Move `count` slots in all layers; the vacated ones are zero. The places may overlap."""
+        for store in (*self.keys.values(), *self.values.values()):
+            moved = store[source : source + count].clone()
+            store[source : source + count].zero_()
+            store[target : target + count] = moved
 
     def _write(self, store: dict[int, torch.Tensor], layer: int, slots: torch.Tensor, states: torch.Tensor) -> None:
         rows = states[0].transpose(0, 1)

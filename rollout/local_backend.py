@@ -18,7 +18,7 @@ import pyarrow as pa
 from rollout.backend import ModelInfo, SampleRequest
 from rollout.build import BuiltEngine, build_engine
 from rollout.config import EngineOptions
-from rollout.scheduler import Request
+from rollout.request import Request
 from rollout.stops import PARTIAL, cut_at_stop
 from storage.schema import to_table
 from storage.trace import RoutingSpec, Trace
@@ -259,6 +259,7 @@ class LocalBackend:
             finish_reason=request.finish_reason or "error",
             stop_reason=request.stop_reason,
             weight_version=request.weight_version,
+            weight_versions=request.weight_spans(),
             seed=request.request.seed,
             sampling_params=params.model_dump(mode="json"),
             text=text,

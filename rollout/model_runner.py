@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rollout.attention_plan import AttentionBatch, Span
 from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSegment
 from rollout.device import Event, Stream
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
+from rollout.forced_rows import ForcedRows, RowForcing
 from rollout.kv_pool import KVPool
 from rollout.own_cache import OwnCacheForward, cache_keyword
 from rollout.penalties import TokenCounts
@@ -41,13 +43,16 @@ class ForwardBatch:
     sampling: SamplingBatch | None
     edits: LogitEdits | None
     segments: list[RouteSegment]
+    forced: ForcedRows | None = None
 
     def to_device(self, stream: Stream) -> ForwardBatch:
         """Copied without waiting."""
         moved: dict[str, Any] = {name: stream.to_device(getattr(self, name)) for name in _STEP_TENSORS}
         sampling = self.sampling and self.sampling.to_device(stream)
         edits = self.edits and self.edits.to_device(stream)
-        return replace(self, attention=self.attention.to_device(stream), sampling=sampling, edits=edits, **moved)
+        forced = self.forced and self.forced.to_device(stream)
+        attention = self.attention.to_device(stream)
+        return replace(self, attention=attention, sampling=sampling, edits=edits, forced=forced, **moved)
 
 
 _STEP_TENSORS = ("input_ids", "position_ids", "decode_rows", "logits_rows", "sample_rows")
@@ -112,6 +117,7 @@ class ModelRunner:
         self.pool = KVPool(kv_tokens)
         self.states: StateLayers | None = None
         self.own_caches: OwnCacheForward | None = None
+        self.forcing: RowForcing | None = None
         self._cache_keyword = cache_keyword(model)
         self._batch_invariant = batch_invariant
         self._counts = TokenCounts(max_running_requests)
@@ -136,6 +142,10 @@ class ModelRunner:
         self.stream.launch(work, result.copy_done)
         return result
 
+    def move_slots(self, source: int, target: int, count: int) -> None:
+        """Move a request's keys and values, its state or its own cache, behind all steps in flight."""
+        self.stream.launch(lambda: self._move(source, target, count))
+
     def clear_slots(self, slot: int, count: int) -> None:
         """Zero the keys and values of an ended request, behind all steps in flight: no NaN waits for the next owner.
 
@@ -159,6 +169,13 @@ class ModelRunner:
                 keeper.forget(slot)
         if self.own_caches is None:
             self.pool.clear(slot, count)
+
+    def _move(self, source: int, target: int, count: int) -> None:
+        for keeper in (self.states, self.own_caches):
+            if keeper is not None:
+                keeper.move(source, target)
+        if self.own_caches is None:
+            self.pool.move(source, target, count)
 
     def prepare(self, batch: list[Work]) -> ForwardBatch:
         """Note everything the step needs; runs on the host."""
@@ -187,17 +204,23 @@ class ModelRunner:
             sampling=_sampling_batch([w for w, _ in sampling]) if sampling else None,
             edits=LogitEdits.plan([(i, w.request, w.drawn) for i, (w, _) in enumerate(sampling)], self._counts),
             segments=[
-                RouteSegment(span.start, span.end, w.start, w.request.routes, w.request.request.sample_id)
+                RouteSegment(
+                    span.start, span.end, w.start, w.request.routes, w.request.request.sample_id, w.request.frozen
+                )
                 for w, span in zip(batch, spans, strict=True)
                 if w.request.routes is not None
             ],
+            forced=ForcedRows.plan(
+                [(w.request, w.start, w.start + w.length) for w in batch], len(position) + num_padding
+            ),
         )
 
     def _forward(self, batch: ForwardBatch, result: GenerationBatchResult) -> None:
         batch.input_ids[: len(batch.decode_rows)] = self._last_token[batch.decode_rows]
         if self.capturer is not None:
             self.capturer.on_forward_begin()
-        logits = self.logits(batch)
+        with self._forcing(batch):
+            logits = self.logits(batch)
         if self.capturer is not None:
             result.routed_experts_output = self.capturer.on_forward_end(
                 batch.slots, batch.segments, forwards=self.forward_rows(batch), step=result.step
@@ -214,6 +237,13 @@ class ModelRunner:
         if batch.edits.penalties is not None:
             self._counts.add(batch.edits.penalties, drawn[0])
         return drawn
+
+    def _forcing(self, batch: ForwardBatch) -> contextlib.AbstractContextManager[None]:
+        if batch.forced is None:
+            return contextlib.nullcontext()
+        if self.forcing is None:
+            raise RuntimeError(f"{type(self.model).__name__} cannot compute tokens again under replay")
+        return self.forcing(batch.forced)
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """`[logits_rows, vocab]` of one flattened batch."""
@@ -245,12 +275,12 @@ def _pad(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _host_tokens(batch: list[Work], length: int) -> np.ndarray:
-    """Prompt tokens of a step; the places of decodes, which come first, are filled on the device."""
+    """Known tokens of a step; the places of decodes, which come first, are filled on the device."""
     tokens = np.zeros(length, np.int64)
     at = 0
     for work in batch:
         if not work.is_decode:
-            tokens[at : at + work.length] = work.request.request.prompt_ids[work.start : work.start + work.length]
+            tokens[at : at + work.length] = work.request.tokens(work.start, work.start + work.length)
         at += work.length
     return tokens
 

@@ -41,6 +41,10 @@ class OwnCacheForward:
         """Drop the cache of an ended request."""
         self._caches.pop(slot, None)
 
+    def move(self, source: int, target: int) -> None:
+        """The request's first slot is another one now."""
+        self._caches[target] = self._caches.pop(source)
+
     def clear(self) -> None:
         """Drop all caches."""
         self._caches.clear()

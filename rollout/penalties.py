@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rollout.device import Stream
-from rollout.scheduler import Request
+from rollout.request import Request
 
 
 @dataclass(frozen=True)

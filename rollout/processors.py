@@ -10,8 +10,8 @@ import torch
 
 from rollout.device import Stream
 from rollout.penalties import PenaltyBatch, TokenCounts
+from rollout.request import Request
 from rollout.sampling import SamplingParams
-from rollout.scheduler import Request
 
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
 

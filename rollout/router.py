@@ -135,9 +135,20 @@ def _chosen(log: SelectionLog, router: FoundRouter) -> torch.Tensor:
 
 
 def wrap_forward(module: torch.nn.Module, wrap: Callable[[RouterForward], RouterForward]) -> Callable[[], None]:
-    """Give one module `wrap(its forward)` as forward; returns what undoes it. Forwards are replaced only here."""
+    """Give one module `wrap(its forward)` as forward; returns what undoes it. Forwards are replaced only here.
+
+    Wraps nest: the last one is the outermost, and is undone first.
+    """
+    before = vars(module).get("forward")
     module.forward = wrap(module.forward)
-    return lambda: delattr(module, "forward")
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return undo
 
 
 @contextlib.contextmanager

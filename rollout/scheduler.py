@@ -1,68 +1,26 @@
 """Which tokens the next forward computes: plain integers and deques, no tensors.
 
-Decodes come first, then prompts that are under way, then waiting requests in order of arrival. A request is admitted
-when a row and slots for its longest possible sequence are free, so that it never has to be pushed out again.
+Decodes come first, then prompts that are under way, then waiting requests in order of arrival. Where the pool holds
+every request at its longest, a request gets the slots of its longest sequence at once, evenly spaced. Elsewhere it
+begins with what its known tokens need and its run of slots grows; when the pool is full the youngest request yields. It
+keeps what it has sampled and its rows, and recomputes its keys and values later, under replay of these rows.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rollout.backend import SampleRequest
-from rollout.capture import RequestRoutes
 from rollout.kv_pool import SlotAllocator
-from rollout.stops import StopChecker
-from storage.trace import FinishReason
+from rollout.request import Request
+
+MIN_GROWTH = 16
 
 
-@dataclass(eq=False)
-class Request:
-    """One sequence under way. `computed` and `sampled` count what was launched; `output_ids` what came back."""
-
-    request: SampleRequest
-    stop: StopChecker
-    random_key: int
-    routes: RequestRoutes | None
-    weight_version: int = 0
-    row: int = -1
-    slot: int = -1
-    capacity: int = 0
-    computed: int = 0
-    sampled: int = 0
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-
-    @property
-    def prompt_len(self) -> int:
-        """P, tokens of the prompt."""
-        return len(self.request.prompt_ids)
-
-    @property
-    def max_tokens(self) -> int:
-        """Completion tokens at most."""
-        return self.request.sampling_params.max_tokens
-
-    @property
-    def max_rows(self) -> int:
-        """Tokens that can ever be an input: the last sampled one never is."""
-        return self.prompt_len + max(self.max_tokens - 1, 0)
-
-    @property
-    def prefilling(self) -> bool:
-        """Part of the prompt was not launched yet."""
-        return self.computed < self.prompt_len
-
-
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Tokens `[start, start + length)` of one request in one step; `samples` when its last position is drawn from.
 
     A prompt-only request draws once too: the token is dropped, but logits that are not finite are seen.
@@ -81,28 +39,62 @@ class Work:
     @property
     def is_decode(self) -> bool:
         """True when the token is still on the device: it was sampled by an earlier step."""
-        return self.start >= self.request.prompt_len
+        return self.start >= self.request.known
+
+
+class SlotStore(Protocol):
+    """Who holds the keys and values. Calls take effect behind the steps launched before and ahead of the next."""
+
+    def move_slots(self, source: int, target: int, count: int) -> None:
+        """Move `count` slots, which may overlap their new place."""
+
+    def clear_slots(self, slot: int, count: int) -> None:
+        """Forget `count` slots."""
+
+
+class NoStore:
+    """For a scheduler without a device."""
+
+    def move_slots(self, source: int, target: int, count: int) -> None:
+        """Nothing to move."""
+
+    def clear_slots(self, slot: int, count: int) -> None:
+        """Nothing to forget."""
 
 
 class Scheduler:
     """Continuous batching with chunked prefill over a fixed number of rows, slots and tokens per step.
 
-    With `whole_prompts` a prompt is never cut: the one that reaches `max_batch_tokens` may exceed it.
+    With `whole_prompts` a prompt is never cut: the one that reaches `max_batch_tokens` may exceed it. With `preempts`
+    False, for a model whose recomputation cannot be made to repeat its routes, a request waits for the slots of its
+    longest sequence and never yields.
     """
 
     def __init__(
-        self, max_running_requests: int, max_batch_tokens: int, kv_tokens: int, whole_prompts: bool = False
+        self,
+        max_running_requests: int,
+        max_batch_tokens: int,
+        kv_tokens: int,
+        whole_prompts: bool = False,
+        preempts: bool = True,
+        store: SlotStore | None = None,
     ) -> None:
         self.max_batch_tokens = max_batch_tokens
         self.whole_prompts = whole_prompts
         self.slots = SlotAllocator(kv_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preemptions = 0
+        self._preempts = preempts
+        self._store = store or NoStore()
         self._max_running = max_running_requests
+        self._arrivals = 0
         self._rows = list(range(max_running_requests))[::-1]
 
     def add(self, request: Request) -> None:
         """Queue a request that was already checked to fit the pool."""
+        request.arrival = self._arrivals
+        self._arrivals += 1
         self.waiting.append(request)
 
     @property
@@ -117,6 +109,7 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next step's work, decodes first; empty when every running request waits for its last result."""
+        self._make_room()
         batch: list[Work] = []
         budget = self._take(batch, (r for r in self.running if not r.prefilling), self.max_batch_tokens)
         batch.sort(key=lambda work: work.request.slot)  # evenly spaced neighbours share one attention call
@@ -138,20 +131,47 @@ class Scheduler:
     def _next_work(self, request: Request, budget: int) -> Work | None:
         start = request.computed
         if request.prefilling:
-            left = request.prompt_len - start
+            left = request.known - start
             length = left if self.whole_prompts else min(left, budget)
         elif request.sampled < request.max_tokens:
             length = 1
         else:
             return None
         request.computed += length
+        request.in_flight += 1
         samples = not request.prefilling and request.sampled < max(request.max_tokens, 1)
         request.sampled += samples
         return Work(request, start, length, samples)
 
+    def _make_room(self) -> None:
+        """Slots for the next token of every decode, the oldest first; the youngest requests yield theirs."""
+        for request in sorted(self.running, key=lambda r: r.arrival):
+            wants_more = not request.prefilling and request.sampled < request.max_tokens
+            while wants_more and request.row >= 0 and request.computed >= request.capacity and not self._grow(request):
+                self.preempt(max(self.running, key=lambda r: r.arrival))
+
+    def _grow(self, request: Request) -> bool:
+        for growth in (request.capacity, MIN_GROWTH):
+            capacity = min(request.capacity + growth, request.max_rows)
+            slot = self.slots.resize(request.slot, request.capacity, capacity)
+            if slot is not None:
+                if slot != request.slot:
+                    self._store.move_slots(request.slot, slot, request.computed)
+                request.slot, request.capacity = slot, capacity
+                return True
+        return False
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's slots. It waits ahead of those that arrived later, and recomputes then."""
+        self.preemptions += 1
+        self._vacate(request)
+        request.computed, request.yielded = 0, True
+        self.waiting.appendleft(request)
+
     def _admit(self, request: Request) -> bool:
-        if not self._rows:
+        if not self._rows or request.in_flight:  # what it sampled is not on the host yet
             return False
+        request.begin()
         capacity = self._capacity(request)
         slot = self.slots.allocate(capacity)
         if slot is None:
@@ -162,20 +182,45 @@ class Scheduler:
         return True
 
     def _capacity(self, request: Request) -> int:
-        """Slots for the longest possible sequence; where the pool has room for all rows, rounded up to a power of two,
-        which spaces requests evenly."""
-        rounded = 1 << (request.max_rows - 1).bit_length()
-        return rounded if rounded * self._max_running <= self.slots.size else request.max_rows
+        """Slots to begin with. Powers of two space requests evenly. One that yielded comes back when its longest
+        sequence fits, so that it does not yield again and again."""
+        longest = _power_of_two(request.max_rows)
+        if longest * self._max_running <= self.slots.size:
+            return longest
+        if request.yielded or not self._preempts:
+            return request.max_rows
+        return min(_power_of_two(max(request.known + 1, MIN_GROWTH)), request.max_rows)
 
     def release(self, request: Request) -> None:
         """Take a finished request out, wherever it is. Steps in flight may still write its slots: they run before
         any step that a later owner of these slots takes part in."""
         if request.row < 0:
             self.waiting.remove(request)
-            return
+        else:
+            self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
         self.running.remove(request)
+        self._store.clear_slots(request.slot, request.computed)
         self.slots.release(request.slot, request.capacity)
         self._rows.append(request.row)
+        request.row = -1
+
+    def check(self) -> None:
+        """Every slot and row has one owner or none.
+
+        Raises:
+            RuntimeError: naming what leaked or has two owners.
+        """
+        owned = sorted((r.slot, r.slot + r.capacity) for r in self.running)
+        rows = sorted([*self._rows, *(r.row for r in self.running)])
+        if rows != list(range(self._max_running)):
+            raise RuntimeError(f"rows {rows} of {self._max_running} are free or in use: one leaked or has two owners")
+        self.slots.check(owned)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def flatten(batch: list[Work]) -> tuple[np.ndarray, np.ndarray]:

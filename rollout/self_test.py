@@ -19,8 +19,9 @@ from rollout.capture import RoutedExpertsCapturer
 from rollout.experts import ROW_MULTIPLE
 from rollout.layer_outputs import LayerOutputs, first_difference, record_layers
 from rollout.model_runner import ModelRunner
+from rollout.request import Request
 from rollout.sampling import SamplingParams
-from rollout.scheduler import Request, Work
+from rollout.scheduler import Work
 from rollout.stops import StopChecker
 
 logger = logging.getLogger(__name__)

@@ -56,6 +56,10 @@ class StateLayers:
         """Drop the state of an ended request."""
         self._states.pop(slot, None)
 
+    def move(self, source: int, target: int) -> None:
+        """The request's first slot is another one now."""
+        self._states[target] = self._states.pop(source)
+
     def clear(self) -> None:
         """Drop all states."""
         self._states.clear()

@@ -12,8 +12,8 @@ from rollout import RolloutClient, SamplingParams
 from rollout.backend import SampleRequest
 from rollout.penalties import TokenCounts
 from rollout.processors import LogitEdits
+from rollout.request import Request
 from rollout.sampler import SamplingBatch, sample
-from rollout.scheduler import Request
 from rollout.stops import StopChecker
 from storage import Trace
 from tests.rollout.oracle import Oracle, log_softmax

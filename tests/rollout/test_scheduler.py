@@ -1,14 +1,17 @@
 """The scheduler: every token computed once, within budget, in order of arrival, and every request comes to its end."""
 
+import itertools
 from collections import defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.backend import SampleRequest
+from rollout.request import Request
 from rollout.sampling import SamplingParams
-from rollout.scheduler import Request, Scheduler, Work, flatten
+from rollout.scheduler import NoStore, Scheduler, Work, _power_of_two, flatten
 from rollout.stops import StopChecker
 
 KV_TOKENS = 24
@@ -32,11 +35,12 @@ def process(scheduler: Scheduler, batch: list[Work], stop_after: dict[Request, i
     """What the engine does with a step's results: count tokens, release what has ended."""
     for work in batch:
         entry = work.request
+        entry.in_flight -= 1
         if entry.finish_reason is None:
             if work.samples and entry.max_tokens:
                 entry.output_ids.append(0)
             wanted = min(stop_after.get(entry, entry.max_tokens), entry.max_tokens)
-            if not entry.prefilling and len(entry.output_ids) >= wanted and (work.samples or not wanted):
+            if len(entry.output_ids) >= wanted and work.samples:
                 entry.finish_reason = "length"
                 scheduler.release(entry)
 
@@ -91,25 +95,30 @@ def check_owners(scheduler: Scheduler) -> None:
     """No row and no slot has two owners, whoever is running."""
     slots = [slot for r in scheduler.running for slot in range(r.slot, r.slot + r.capacity)]
     rows = [r.row for r in scheduler.running]
-    assert all(r.capacity >= r.max_rows for r in scheduler.running)
+    assert all(r.computed <= r.capacity <= _power_of_two(r.max_rows) for r in scheduler.running)
+    scheduler.check()
     assert len(set(slots)) == len(slots)
     assert len(set(rows)) == len(rows)
     assert scheduler.slots.free_slots == KV_TOKENS - len(slots)
 
 
 def check_spans(entry: Request, works: list[Work], early: int | None, overlap: bool) -> None:
-    """Positions follow each other without gap or overlap: the whole prompt, then one token at a time."""
+    """Positions follow each other without gap or overlap: the whole prompt, then one token at a time. A request that
+    yielded begins again at 0; what it samples goes on where it was."""
     assert entry.finish_reason == "length"
     positions = [position for work in works for position in range(work.start, work.start + work.length)]
-    assert positions == list(range(len(positions)))
-    assert all(work.length == 1 for work in works if work.is_decode)
-    assert all(work.start + work.length <= entry.prompt_len for work in works if not work.is_decode)
-    samples = sum(work.samples for work in works)
-    tokens = min(early or entry.max_tokens, entry.max_tokens)
-    assert len(entry.output_ids) == tokens
-    assert [work.samples for work in works] == [work.start + work.length >= entry.prompt_len for work in works], (
-        "a prompt-only request draws once too, so that logits that are not finite are seen"
+    begun = [i for i, position in enumerate(positions) if position == 0]
+    for start, end in itertools.pairwise([*begun, len(positions)]):
+        assert positions[start:end] == list(range(end - start))
+    assert all(work.length == 1 for work in works if work.start > entry.known)
+    sampled_at = [work.start + work.length - 1 for work in works if work.samples]
+    assert sampled_at == list(range(entry.prompt_len - 1, entry.prompt_len - 1 + len(sampled_at))), (
+        "each token is drawn once; a prompt-only request draws once too, so that logits that are not finite are seen"
     )
+    samples, tokens = len(sampled_at), min(early or entry.max_tokens, entry.max_tokens)
+    assert len(entry.output_ids) == tokens
+    if entry.yielded:
+        return
     if early is None or early >= entry.max_tokens:
         assert len(positions) == entry.max_rows, (
             "an end by length is known when scheduling: nothing is computed in vain"
@@ -171,9 +180,57 @@ def test_slots_of_a_released_request_serve_the_next_one():
     first, second = queue(scheduler, [(3, 3), (2, 4)])
     scheduler.schedule()
     assert second.slot == -1
+    freed = first.slot, first.row
     scheduler.release(first)
     scheduler.schedule()
-    assert (second.slot, second.row) == (first.slot, first.row)
+    assert (second.slot, second.row) == freed
+
+
+def test_the_youngest_yields_when_the_pool_is_full_and_comes_back_with_what_it_sampled():
+    """24 slots for three requests of up to 20: two grow until the third has to go."""
+    scheduler = Scheduler(max_running_requests=3, max_batch_tokens=64, kv_tokens=24)
+    old, middle, young = queue(scheduler, [(4, 9), (4, 9), (4, 9)])
+    order = []
+    while young.finish_reason is None:
+        batch = scheduler.schedule()
+        order.append([(work.request, work.start, work.length) for work in batch])
+        scheduler.check()
+        process(scheduler, batch, {})
+    assert (old.yielded, middle.yielded, young.yielded) == (False, False, False)
+    assert scheduler.preemptions == 0, "the third waited: 12 slots are each request's longest, and none has less"
+    scheduler = Scheduler(max_running_requests=3, max_batch_tokens=64, kv_tokens=48)
+    requests = queue(scheduler, [(4, 25), (4, 25), (4, 25)])
+    run(scheduler, overlap=True, check=lambda _batch: scheduler.check())
+    assert [entry.yielded for entry in requests] == [False, True, True], "28 slots each: only one fits at its longest"
+    assert [len(entry.output_ids) for entry in requests] == [25] * 3
+
+
+def test_a_run_of_slots_grows_in_place_or_moves_with_its_contents():
+    moves = []
+
+    class Store(NoStore):
+        def move_slots(self, source, target, count):
+            moves.append((source, target, count))
+
+    scheduler = Scheduler(max_running_requests=2, max_batch_tokens=64, kv_tokens=120, store=Store())
+    first, second = queue(scheduler, [(4, 60), (4, 60)])
+    while first.computed < 17:
+        process(scheduler, scheduler.schedule(), {})
+    assert moves == [(0, 32, 16), (16, 0, 16)]
+    assert (first.slot, first.capacity, second.slot, second.capacity) == (32, 32, 0, 32)
+
+
+def test_an_integrity_check_names_what_leaked():
+    scheduler = Scheduler(max_running_requests=1, max_batch_tokens=8, kv_tokens=8)
+    (entry,) = queue(scheduler, [(3, 3)])
+    scheduler.schedule()
+    scheduler.check()
+    scheduler.running.remove(entry)
+    with pytest.raises(RuntimeError, match=r"rows \[\] of 1 are free or in use: one leaked"):
+        scheduler.check()
+    scheduler._rows.append(0)
+    with pytest.raises(RuntimeError, match="slot 0 leaked"):
+        scheduler.check()
 
 
 def test_flatten_gives_position_and_slot_of_each_token():

@@ -1,0 +1,99 @@
+"""One sequence under way, from its submission to its end: plain integers and lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rollout.backend import SampleRequest
+from rollout.capture import RequestRoutes
+from rollout.stops import StopChecker
+from storage.trace import FinishReason, WeightSpan, expected_rows
+
+
+@dataclass(eq=False)
+class Request:
+    """`computed` and `sampled` count what was launched, `output_ids` what came back.
+
+    Attributes:
+        known: tokens whose ids are on the host since it was admitted: the prompt, and what it had sampled before it
+            yielded. They are computed in chunks; every later token is a decode.
+        frozen: rows it had when it was admitted. The forward must choose these experts again.
+        in_flight: steps launched and not processed.
+        yielded: it had slots, and gave them up to an older request.
+    """
+
+    request: SampleRequest
+    stop: StopChecker
+    random_key: int
+    routes: RequestRoutes | None
+    weight_version: int = 0
+    arrival: int = -1
+    row: int = -1
+    slot: int = -1
+    capacity: int = 0
+    known: int = 0
+    frozen: int = 0
+    computed: int = 0
+    sampled: int = 0
+    in_flight: int = 0
+    yielded: bool = False
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    _versions: list[tuple[int, int]] = field(default_factory=list)
+    _rows_launched: int = 0
+
+    def __post_init__(self) -> None:
+        self.known = self.prompt_len
+
+    @property
+    def prompt_len(self) -> int:
+        """P, tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Completion tokens at most."""
+        return self.request.sampling_params.max_tokens
+
+    @property
+    def max_rows(self) -> int:
+        """Tokens that can ever be an input: the last sampled one never is."""
+        return self.prompt_len + max(self.max_tokens - 1, 0)
+
+    @property
+    def prefilling(self) -> bool:
+        """Part of the known tokens was not launched yet."""
+        return self.computed < self.known
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known token ids `[start, end)`."""
+        prompt = self.request.prompt_ids
+        if end <= len(prompt):
+            return list(prompt[start:end])
+        return [*prompt[start:], *self.output_ids[max(start - len(prompt), 0) : end - len(prompt)]]
+
+    def begin(self) -> None:
+        """Before it is admitted: all that it sampled is known, all rows that it has are frozen."""
+        self.known = self.prompt_len + len(self.output_ids)
+        self.sampled = len(self.output_ids)
+        self.frozen = 0 if self.routes is None else self.routes.filled
+
+    def launched(self, end: int, version: int) -> None:
+        """Note that rows up to `end` were launched. Rows computed again keep the version of their first time."""
+        if end <= self._rows_launched:
+            return
+        if not self._versions or self._versions[-1][0] != version:
+            self._versions.append((version, self._rows_launched))
+        self._rows_launched = end
+
+    def weight_spans(self) -> list[WeightSpan]:
+        """The versions of the rows that its trace has."""
+        rows = expected_rows(self.prompt_len, len(self.output_ids), self.finish_reason or "abort")
+        bounds = pairwise([*self._versions, (0, rows)])
+        spans = [WeightSpan(version, start, min(end, rows)) for (version, start), (_, end) in bounds]
+        return [span for span in spans if span.row_start < span.row_end]
