@@ -19,6 +19,7 @@ from rollout.backend import SampleRequest
 from rollout.capture import RequestRoutes
 from rollout.model_runner import GenerationBatchResult, ModelRunner
 from rollout.request import Request
+from rollout.request_logprobs import RequestLogprobs
 from rollout.rng import stream_key
 from rollout.scheduler import Scheduler, Work
 from rollout.stops import StopChecker
@@ -89,6 +90,7 @@ class Engine:
             random_key=stream_key(request.seed, request.sample_id),
             routes=None,
             weight_version=self.weight_version,
+            wanted=RequestLogprobs.wanted_by(request.sampling_params, len(request.prompt_ids)),
         )
         return entry
 

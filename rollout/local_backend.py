@@ -265,6 +265,7 @@ class LocalBackend:
             text=text,
             metadata=request.request.metadata,
             error=request.error,
+            **(request.wanted.trace_fields(len(request.output_ids)) if request.wanted is not None else {}),
         )
 
     @staticmethod

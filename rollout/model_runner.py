@@ -15,11 +15,12 @@ from rollout.device import Event, Stream
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.forced_rows import ForcedRows, RowForcing
 from rollout.kv_pool import KVPool
+from rollout.logprobs import PromptRows, Taken, TopRows, plan_prompts
 from rollout.own_cache import OwnCacheForward, cache_keyword
 from rollout.penalties import TokenCounts
 from rollout.processors import LogitEdits
 from rollout.rng import uniforms
-from rollout.sampler import SamplingBatch, sample
+from rollout.sampler import Drawn, SamplingBatch, sample
 from rollout.scheduler import Work, flatten
 from rollout.state_layers import StateLayers
 
@@ -42,6 +43,8 @@ class ForwardBatch:
     sample_rows: torch.Tensor
     sampling: SamplingBatch | None
     edits: LogitEdits | None
+    top: list[TopRows]
+    prompts: list[PromptRows]
     segments: list[RouteSegment]
     forced: ForcedRows | None = None
 
@@ -50,6 +53,7 @@ class ForwardBatch:
         moved: dict[str, Any] = {name: stream.to_device(getattr(self, name)) for name in _STEP_TENSORS}
         sampling = self.sampling and self.sampling.to_device(stream)
         edits = self.edits and self.edits.to_device(stream)
+        moved |= {name: [rows.to_device(stream) for rows in getattr(self, name)] for name in ("top", "prompts")}
         forced = self.forced and self.forced.to_device(stream)
         attention = self.attention.to_device(stream)
         return replace(self, attention=attention, sampling=sampling, edits=edits, forced=forced, **moved)
@@ -70,6 +74,7 @@ class GenerationBatchResult:
     next_tokens: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
     raw_logprobs: torch.Tensor | None = None
+    taken: list[Taken] = field(default_factory=list)
     routed_experts_output: RoutedExpertsOutput | None = None
     copy_done: Event = field(default_factory=Event)
 
@@ -79,14 +84,18 @@ class GenerationBatchResult:
             self.next_tokens = stream.to_host(self.next_tokens)
             self.logprobs = stream.to_host(self.logprobs)
             self.raw_logprobs = stream.to_host(self.raw_logprobs)
+        for taken in self.taken:
+            taken.copy_to_cpu(stream)
         if self.routed_experts_output is not None:
             self.routed_experts_output.copy_to_cpu(stream, self.copy_done)
 
     def finalize(self) -> None:
-        """Wait for the copies and hand the routes to their requests."""
+        """Wait for the copies and hand routes and optional logprobs to their requests."""
         self.copy_done.synchronize()
         if self.routed_experts_output is not None:
             self.routed_experts_output.finalize()
+        for taken in self.taken:
+            taken.finalize()
 
     def outputs(self) -> list[tuple[int, float, float]]:
         """(token, logprob, raw logprob) of each sampling request, once: their host memory is given back."""
@@ -186,7 +195,9 @@ class ModelRunner:
             for w, end in zip(batch, ends, strict=True)
         ]
         sampling = [(w, int(end) - 1) for w, end in zip(batch, ends, strict=True) if w.samples]
-        logits_rows = [row for _, row in sampling] or [0]
+        starts = [int(end) - w.length for w, end in zip(batch, ends, strict=True)]
+        prompt_rows, prompts = plan_prompts(zip(starts, batch, strict=True), first=len(sampling))
+        logits_rows = [row for _, row in sampling] + prompt_rows or [0]
         padded = self._batch_invariant and self.own_caches is None
         num_padding = -len(position) % ROW_MULTIPLE if padded else 0
         if padded and len(logits_rows) < MIN_ROWS:
@@ -203,6 +214,8 @@ class ModelRunner:
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
             sampling=_sampling_batch([w for w, _ in sampling]) if sampling else None,
             edits=LogitEdits.plan([(i, w.request, w.drawn) for i, (w, _) in enumerate(sampling)], self._counts),
+            top=TopRows.plan([(i, w.request.wanted, w.drawn) for i, (w, _) in enumerate(sampling)]),
+            prompts=prompts,
             segments=[
                 RouteSegment(
                     span.start, span.end, w.start, w.request.routes, w.request.request.sample_id, w.request.frozen
@@ -226,10 +239,13 @@ class ModelRunner:
                 batch.slots, batch.segments, forwards=self.forward_rows(batch), step=result.step
             )
         if batch.sampling is not None:
-            result.next_tokens, result.logprobs, result.raw_logprobs = self._sample(logits, batch, batch.sampling)
-            self._last_token[batch.sample_rows] = result.next_tokens
+            drawn = self._sample(logits, batch, batch.sampling)
+            result.next_tokens, result.logprobs, result.raw_logprobs = drawn[:3]
+            self._last_token[batch.sample_rows] = drawn.next_tokens
+            result.taken += [rows.take(drawn.raw, drawn.processed, batch.sampling.greedy) for rows in batch.top]
+        result.taken += [rows.take(logits) for rows in batch.prompts]
 
-    def _sample(self, logits: torch.Tensor, batch: ForwardBatch, sampling: SamplingBatch) -> tuple[torch.Tensor, ...]:
+    def _sample(self, logits: torch.Tensor, batch: ForwardBatch, sampling: SamplingBatch) -> Drawn:
         logits = logits[: len(batch.sample_rows)]
         if batch.edits is None:
             return sample(logits, sampling)

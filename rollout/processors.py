@@ -63,14 +63,16 @@ class LogitEdits:
             penalties=self.penalties and self.penalties.to_device(stream),
         )
 
-    def apply(self, logits: torch.Tensor, last_token: torch.Tensor, counts: TokenCounts) -> torch.Tensor:
-        """A changed copy of `[B, vocab]`; `last_token` holds the last drawn token of each engine row."""
+    def apply(
+        self, logits: torch.Tensor, last_token: torch.Tensor | None = None, counts: TokenCounts | None = None
+    ) -> torch.Tensor:
+        """A changed copy of float32 `[B, vocab]`; `last_token` holds the last drawn token of each engine row."""
         logits = logits.clone()
         for row, ids in self.allowed:
             kept = logits[row, ids]
             logits[row] = -torch.inf
             logits[row, ids] = kept
-        if self.words is not None:
+        if self.words is not None and last_token is not None:
             rows, engine_rows, before, ids = self.words
             change = torch.where(last_token[engine_rows] == before, -torch.inf, 0.0)
             logits.index_put_((rows, ids), change, accumulate=True)  # several words may end in one id
@@ -79,7 +81,7 @@ class LogitEdits:
         if self.bias is not None:
             rows, ids, values = self.bias
             logits[rows, ids] += values
-        if self.penalties is not None:
+        if self.penalties is not None and counts is not None:
             counts.penalise(logits, self.penalties)
         return logits
 

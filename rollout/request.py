@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from rollout.backend import SampleRequest
 from rollout.capture import RequestRoutes
+from rollout.request_logprobs import RequestLogprobs
 from rollout.stops import StopChecker
 from storage.trace import FinishReason, WeightSpan, expected_rows
 
@@ -29,6 +30,7 @@ class Request:
     routes: RequestRoutes | None
     weight_version: int = 0
     arrival: int = -1
+    wanted: RequestLogprobs | None = None
     row: int = -1
     slot: int = -1
     capacity: int = 0

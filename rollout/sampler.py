@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,29 +74,45 @@ def _rows_by_k(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, torch.Tensor
     return [(k, _index([row for row, each in pairs if each == k])) for k in dict.fromkeys(k for _, k in pairs)]
 
 
-def sample(
-    logits: torch.Tensor, batch: SamplingBatch, edited: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Drawn(NamedTuple):
+    """`[B]` each: next_tokens int64; logprobs float32 under the distribution drawn from (for greedy rows the raw
+    log-softmax); raw_logprobs float32, the model's own log-softmax. And both distributions, `[B, vocab]`."""
+
+    next_tokens: torch.Tensor
+    logprobs: torch.Tensor
+    raw_logprobs: torch.Tensor
+    raw: torch.Tensor
+    processed: torch.Tensor
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch, edited: torch.Tensor | None = None) -> Drawn:
     """Draw from `[B, vocab]` logits, or from `edited`: the same in float32, changed by `LogitEdits`.
 
     A row of which nothing may be drawn, or that is not finite, gets a logprob that is not finite either.
-
-    Returns:
-        next_tokens int64 `[B]`; logprobs float32 `[B]` under the distribution drawn from (for greedy rows the raw
-        log-softmax); raw_logprobs float32 `[B]`, the model's own log-softmax.
     """
     logits = logits.float()
-    raw = logits.log_softmax(-1)
-    allowed = logits if edited is None else edited
-    greedy = allowed.argmax(-1)
+    raw, processed = log_distributions(logits, batch, edited)
+    greedy = (logits if edited is None else edited).argmax(-1)
     if batch.all_greedy:
         chosen = _chosen(raw, greedy)
-        return greedy, _unless_forbidden(chosen, greedy, edited), chosen
-    processed = _distribution(allowed, raw, batch, edited is not None)
+        return Drawn(greedy, _unless_forbidden(chosen, greedy, edited), chosen, raw, raw)
     tokens = torch.where(batch.greedy, greedy, _draw(processed, batch.uniform))
     chosen = _chosen(raw, tokens)
     logprobs = torch.where(batch.greedy, _unless_forbidden(chosen, greedy, edited), _chosen(processed, tokens))
-    return tokens, logprobs, chosen
+    return Drawn(tokens, logprobs, chosen, raw, processed)
+
+
+def log_distributions(
+    logits: torch.Tensor, batch: SamplingBatch, edited: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the model's own log-softmax, that of the distribution a token is drawn from) of float32 `[B, vocab]` logits.
+
+    Greedy rows are not filtered: the sampler reports the model's own for them.
+    """
+    raw = logits.log_softmax(-1)
+    if batch.all_greedy:
+        return raw, raw
+    return raw, _distribution(logits if edited is None else edited, raw, batch, edited is not None)
 
 
 def _chosen(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

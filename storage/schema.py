@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from storage.arrays import list_array, list_views, route_views, routes_array
 from storage.errors import FormatVersionError, SpecMismatchError
-from storage.trace import RoutingSpec, Trace, WeightSpan
+from storage.trace import OPTIONAL_LOGPROBS, RoutingSpec, Trace, WeightSpan
 
 FORMAT_VERSION = "1"
 VERSION_KEY = b"moe_rollout.format_version"
@@ -56,8 +56,9 @@ _FIELDS = (
     pa.field("metadata", pa.string(), nullable=False),  # JSON text
     pa.field("error", pa.string()),
     pa.field("crc32", pa.uint32(), nullable=False),
+    *(pa.field(name, _list(pa.from_numpy_dtype(dtype))) for name, dtype in OPTIONAL_LOGPROBS.items()),
 )
-_CHECKSUMMED = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts")
+_CHECKSUMMED = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts", *OPTIONAL_LOGPROBS)
 _NUMPY_LISTS = (*_CHECKSUMMED, "route_valid")
 COLUMNS = tuple(field.name for field in _FIELDS)
 
@@ -117,7 +118,9 @@ def to_table(traces: Sequence[Trace], spec: RoutingSpec) -> pa.Table:
 def _row(trace: Trace, spec: RoutingSpec) -> dict[str, Any]:
     trace.check()  # fields may have been assigned since
     name, routes = f"trace {trace.sample_id!r}", trace.routed_experts
+    optional = {name: getattr(trace, name) for name in OPTIONAL_LOGPROBS}
     row = {column: getattr(trace, column) for column in COLUMNS if column != "crc32"} | {
+        **{name: None if values is None else values.reshape(-1) for name, values in optional.items()},
         "prompt_ids": _token_array(trace.prompt_ids, name),
         "completion_ids": _token_array(trace.completion_ids, name),
         "routed_experts": None if routes is None else spec.check_routes(routes, name=name),
@@ -187,7 +190,14 @@ def _row_problem(row: dict[str, Any], spec: RoutingSpec) -> str | None:
 
 
 def conform(table: pa.Table) -> pa.Table:
-    """`table` in the contract's column order and types; ValueError when a column is missing or unfit."""
+    """`table` in the contract's column order and types; ValueError when a column is missing or unfit.
+
+    Optional logprobs that a table written before they existed does not have are null.
+    """
+    for name in OPTIONAL_LOGPROBS:
+        if name not in table.column_names:
+            field = next(field for field in _FIELDS if field.name == name)
+            table = table.append_column(field, pa.nulls(len(table), field.type))
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(f"a trace needs every column, this table has no {missing}")
@@ -207,6 +217,10 @@ def _trace(row: dict[str, Any], check_crc: bool) -> Trace:
     if check_crc and row["crc32"] != _crc32([row[column] for column in _CHECKSUMMED]):
         raise ValueError(f"trace {row['sample_id']!r}: its crc32 is not that of its tokens, logprobs and routes")
     fields = {name: value for name, value in row.items() if name != "crc32"}
+    for name in OPTIONAL_LOGPROBS:
+        if "top" in name and row[name] is not None:
+            rows = len(row["prompt_ids"]) - 1 if "prompt" in name else len(row["completion_ids"])
+            fields[name] = row[name].reshape(rows, len(row[name]) // rows if rows else 0)
     return Trace(
         **fields
         | {

@@ -17,6 +17,17 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+OPTIONAL_LOGPROBS = {
+    "top_ids": np.int32,
+    "top_logprobs": np.float32,
+    "raw_top_logprobs": np.float32,
+    "prompt_logprobs": np.float32,
+    "raw_prompt_logprobs": np.float32,
+    "prompt_top_ids": np.int32,
+    "prompt_top_logprobs": np.float32,
+    "raw_prompt_top_logprobs": np.float32,
+}
+"""Fields of a Trace that hold logprobs a caller asked for, and their dtypes."""
 
 
 class Site(NamedTuple):
@@ -185,6 +196,11 @@ class Trace:
         route_valid: None or one bool per row; a False row is zeros that nobody reads.
         stop_reason: the stop token id or stop string that ended it, if one did.
         error: what went wrong when finish_reason is "error".
+        top_ids, top_logprobs, raw_top_logprobs: None, or `[completion, n]`: the model's n most likely tokens (int32)
+            where each completion token was sampled, most likely first, and their log-probabilities (float32) under
+            the distribution sampled from (-inf when filtered out) and under the model's own.
+        prompt_logprobs, raw_prompt_logprobs: None, or float32 `[P - 1]`: of `prompt_ids[1:]`.
+        prompt_top_ids, prompt_top_logprobs, raw_prompt_top_logprobs: None, or `[P - 1, n]`, likewise.
 
     Raises:
         ValueError: naming the sample when lengths, rows or spans contradict each other.
@@ -210,6 +226,14 @@ class Trace:
     reward: float | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    raw_top_logprobs: np.ndarray | None = None
+    prompt_logprobs: np.ndarray | None = None
+    raw_prompt_logprobs: np.ndarray | None = None
+    prompt_top_ids: np.ndarray | None = None
+    prompt_top_logprobs: np.ndarray | None = None
+    raw_prompt_top_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.prompt_ids = _int_list(self.prompt_ids)
@@ -219,6 +243,9 @@ class Trace:
             self.raw_logprobs = np.asarray(self.raw_logprobs, np.float32)
         if self.route_valid is not None:
             self.route_valid = np.asarray(self.route_valid, bool)
+        for name, dtype in OPTIONAL_LOGPROBS.items():
+            if getattr(self, name) is not None:
+                setattr(self, name, np.asarray(getattr(self, name), dtype))
         self.group_id = self.group_id or self.sample_id.rpartition("/")[0] or self.sample_id
         spans = [WeightSpan(*map(int, span)) for span in self.weight_versions]
         self.weight_versions = spans or [WeightSpan(int(self.weight_version), 0, self.num_rows)]
@@ -259,8 +286,22 @@ class Trace:
             values = getattr(self, name)
             if values is not None and values.shape != (len(self.completion_ids),):
                 self._fail(f"{name} has shape {values.shape} for {len(self.completion_ids)} completion tokens")
+        self._check_optional_logprobs("", len(self.completion_ids))
+        self._check_optional_logprobs("prompt_", len(self.prompt_ids) - 1)
         self._check_rows()
         self._check_spans()
+
+    def _check_optional_logprobs(self, kind: str, rows: int) -> None:
+        names = f"{kind}top_ids", f"{kind}top_logprobs", f"raw_{kind}top_logprobs"
+        top = [getattr(self, name) for name in names]
+        if any(values is not None for values in top):
+            shapes = [None if values is None else values.shape for values in top]
+            if len(set(shapes)) > 1 or top[0].ndim != 2 or len(top[0]) != rows:
+                self._fail(f"{', '.join(names)} have shapes {shapes}, need three times [{rows}, n]")
+        for name in ("prompt_logprobs", "raw_prompt_logprobs") if kind else ():
+            values = getattr(self, name)
+            if values is not None and values.shape != (rows,):
+                self._fail(f"{name} has shape {values.shape} for {rows + 1} prompt tokens, the first has none")
 
     def _check_rows(self) -> None:
         if self.routed_experts is None:

@@ -214,6 +214,6 @@ def test_the_worked_example_of_vllms_formula() -> None:
 def test_a_greedy_row_reports_the_raw_logprob_of_the_token_it_was_moved_to() -> None:
     logits = torch.tensor([[3.0, 1.0, 0.0]])
     batch = SamplingBatch.build([SamplingParams(temperature=0)], np.zeros(1, np.float32))
-    tokens, logprobs, raw = sample(logits, batch, torch.tensor([[3.0, 9.0, 0.0]]))
+    tokens, logprobs, raw, *_ = sample(logits, batch, torch.tensor([[3.0, 9.0, 0.0]]))
     assert tokens.tolist() == [1]
     assert logprobs.item() == raw.item() == pytest.approx(1 - np.log(np.exp([3, 1, 0]).sum()), abs=1e-6)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import struct
 import zlib
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
-from storage import FormatVersionError, RoutingSpec, Site, Trace, WeightSpan
+from storage import FormatVersionError, RoutingSpec, Site, Trace, TraceDataset, WeightSpan
 from storage import arrays as storage_arrays
 from storage.schema import COLUMNS, from_table, set_rewards, spec_of, table_problems, to_table, trace_schema
-from tests.storage.builders import SPEC, make_trace, make_traces
+from storage.trace import OPTIONAL_LOGPROBS
+from tests.storage.builders import SPEC, commit, make_trace, make_traces
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 JSON = st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(max_size=3) | st.booleans())
@@ -113,6 +116,7 @@ def test_one_row_value_by_value() -> None:
             "error": None,
             "crc32": zlib.crc32(hashed),
         }
+        | dict.fromkeys(OPTIONAL_LOGPROBS)
     ]
 
 
@@ -180,6 +184,51 @@ def test_a_row_of_the_wrong_width_is_refused() -> None:
     wider = trace_schema(RoutingSpec.uniform(num_sites=3, num_experts=16, top_k=1)).metadata
     with pytest.raises(ValueError, match="not 3 bytes long"):
         from_table(table.replace_schema_metadata(wider))
+
+
+def with_logprobs() -> Trace:
+    """Three prompt and two completion tokens with everything optional, n = 2; -inf: filtered out."""
+    return make_trace(
+        completion=2,
+        top_ids=[[4, 9], [0, 3]],
+        top_logprobs=[[-0.5, -np.inf], [-0.25, -1.5]],
+        raw_top_logprobs=[[-0.75, -2.0], [-0.5, -1.0]],
+        prompt_logprobs=[-3.0, -4.0],
+        raw_prompt_logprobs=[-3.5, -4.5],
+        prompt_top_ids=[[7, 8], [5, 6]],
+        prompt_top_logprobs=[[-0.1, -0.2], [-0.3, -0.4]],
+        raw_prompt_top_logprobs=[[-0.5, -0.6], [-0.7, -0.8]],
+    )
+
+
+def test_optional_logprobs_come_back_in_their_shapes_beside_traces_without() -> None:
+    traces = [with_logprobs(), make_trace(0, 1)]
+    table = to_table(traces, SPEC)
+    assert from_table(table, check_crc=True) == traces
+    assert table["top_ids"].to_pylist() == [[4, 9, 0, 3], None]
+    assert table["raw_prompt_logprobs"].to_pylist() == [[-3.5, -4.5], None]
+
+
+def test_a_dataset_of_before_optional_logprobs_still_opens(tmp_path: Path) -> None:
+    commit(tmp_path, 0)
+    for path in tmp_path.rglob("*.parquet"):
+        table = pq.read_table(path, partitioning=None)
+        pq.write_table(table.drop_columns(list(OPTIONAL_LOGPROBS)), path)
+    dataset = TraceDataset(tmp_path)
+    assert sorted(trace.sample_id for trace in dataset.iter()) == [trace.sample_id for trace in make_traces(0)]
+    assert dataset.to_arrow()["top_ids"].null_count == len(dataset) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_ids": [[1]] * 4}, r"top_ids, top_logprobs, raw_top_logprobs have shapes \[\(4, 1\), None, None\]"),
+        ({"prompt_logprobs": [0.0] * 3}, r"prompt_logprobs has shape \(3,\) for 3 prompt tokens, the first has none"),
+    ],
+)
+def test_optional_logprobs_that_do_not_fit_are_refused_by_name(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"trace 'run/0/0/0': {message}"):
+        make_trace(**fields)
 
 
 @pytest.mark.parametrize("column", ["prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts"])
