@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from storage import TraceDataset
 
@@ -16,6 +19,7 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -31,3 +35,41 @@ def test_policy_step_moves_the_policy_and_its_rows_carry_version_1(tmp_path: Pat
     shared = {trace.sample_id.split("/", 2)[2]: trace for trace in first}
     moved = [t for t in second if t.raw_logprobs[0] != shared[t.sample_id.split("/", 2)[2]].raw_logprobs[0]]
     assert len(moved) > 0.9 * len(second)
+
+
+def test_grpo_runs_its_steps_and_keeps_the_traces_of_each_version(tmp_path: Path) -> None:
+    grpo = load("grpo")
+    recipe = grpo.parse(["--steps", "3", "--prompts", "8", "--evaluate", "20", "--traces", str(tmp_path)])
+    history = grpo.run(recipe, progress=False)
+    assert len(history.reward) == len(history.native) == 3
+    assert [step for step, _ in history.greedy] == [0, 3]
+    dataset = TraceDataset(tmp_path)
+    assert dataset.verify() == []
+    assert [{t.weight_version for t in dataset.iter(step=step)} for step in dataset.steps] == [{0}, {1}, {2}]
+    assert "3 steps" in grpo.summary(recipe, history)
+
+
+def test_advantages_of_a_group_by_hand() -> None:
+    """Rewards 1 0 0 1: mean 0.5, deviation 0.5. A group that agrees has none."""
+    traces = [type("T", (), {"reward": r}) for r in (1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)]
+    advantages = load("grpo").group_advantages(traces, 4)
+    assert advantages.tolist() == pytest.approx([0.9998, -0.9998, -0.9998, 0.9998, 0, 0, 0, 0], abs=1e-6)
+
+
+def test_the_comparison_writes_a_table_and_a_picture_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    arguments = ["compare_replay.py", "--out", str(tmp_path), "--seeds", "0", "--steps", "2", "--prompts", "4"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--evaluate", "10"])
+    compare = load("compare_replay")
+    compare.main()
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("seed0-native.json", "seed0-replay.json", "comparison.json", "comparison.md", "comparison.png")
+    }
+    assert "| steps | 2 | 2 |" in (tmp_path / "comparison.md").read_text()
+    written = (tmp_path / "seed0-native.json").stat().st_mtime_ns
+    compare.main()
+    assert (tmp_path / "seed0-native.json").stat().st_mtime_ns == written
+    assert "replay off" in capsys.readouterr().out
