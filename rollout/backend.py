@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from rollout.sampling import SamplingParams
@@ -18,7 +19,8 @@ class SampleRequest:
     """One sequence to sample. Plain and picklable; seed and `sample_id` alone decide which random numbers it draws.
 
     `metadata` (JSON values) travels into the trace untouched: an expected answer, a task name. `bad_word_ids` are the
-    bad words of the sampling parameters as token ids.
+    bad words of the sampling parameters as token ids. `routes` `[rows, sites, K]`: rows from the first token on, which
+    the forward must choose again.
 
     Raises:
         ValueError: without a seed; drawn in an engine, a retry on another would not continue the same stream.
@@ -32,6 +34,7 @@ class SampleRequest:
     sampling_params: SamplingParams
     metadata: dict[str, Any] = field(default_factory=dict)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    routes: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.sampling_params.seed is None:

@@ -13,6 +13,7 @@ from rollout.call import Parties, RunningCall
 from rollout.requests import CheckedCall, Prompt, RequestBuilder
 from rollout.rewards import RewardFn, RewardRunner
 from rollout.sampling import SamplingParams
+from rollout.score import Score, Sequences, run_scores, score_requests
 from rollout.steps import StepLedger
 from rollout.threads import in_thread
 from storage.trace import Trace
@@ -197,6 +198,23 @@ class RolloutClient:
                     yield finished.ref
                 else:
                     yield from finished.traces()
+
+    def score(
+        self, sequences: Sequences, *, replay: bool = False, sampling_params: SamplingParams | None = None
+    ) -> list[Score]:
+        """Logprobs and routes of given tokens under the current weights; nothing is sampled or written.
+
+        Args:
+            sequences: traces, or token ids.
+            replay: make each token take the experts that its trace recorded, instead of those the model chooses now.
+            sampling_params: whose distribution `Score.logprobs` are under; default: the model's own.
+
+        Raises:
+            ValueError, TypeError: a sequence does not fit or has no routes to replay, with its index.
+        """
+        self._check_open()
+        requests = score_requests(self._requests, sequences, sampling_params or SamplingParams(), replay)
+        return run_scores(self._parties.backend, requests, sequences)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Self]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from rollout.backend import SampleRequest
 from rollout.capture import RequestRoutes
 from rollout.model_runner import GenerationBatchResult, ModelRunner
@@ -99,11 +101,19 @@ class Engine:
         try:
             if self._runner.capturer is not None:
                 request.routes = RequestRoutes(self._spec, request.max_rows)
+                self._freeze(request.routes, request.request.routes)
         except Exception as error:
             self._scheduler.add(request)
             self._end_with(request, error)
         else:
             self._scheduler.add(request)
+
+    def _freeze(self, routes: RequestRoutes, given: np.ndarray | None) -> None:
+        if given is None:
+            return
+        if self._runner.forcing is None:
+            raise ValueError(f"{type(self._runner.model).__name__} cannot compute tokens under replay")
+        routes.extend(0, given)
 
     def overlap_loop(self) -> None:
         """One turn: launch the next step, then process the one before it."""
