@@ -15,9 +15,11 @@ from actors.config import ConfigError, PipelineConfig, load_config
 from actors.prompts import Prompt, prompts_of_step, read_prompts
 from storage.catalog import committed_steps
 from storage.dataset import TraceDataset
+from storage.lease import Lease
 from storage.trace import Trace
 
 logger = logging.getLogger("actors.pipeline")
+LEASE_WAIT_S = 2.0  # for one that is just ending
 
 
 def ray_client(config: PipelineConfig) -> Any:
@@ -38,7 +40,15 @@ def run(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any] = r
 
     >>> run(load_config("examples/pipeline.toml"))
     [0, 1, 2, 3]
+
+    Raises:
+        DatasetInUseError: another pipeline is at work on the same dataset.
     """
+    with Lease(config.traces, owner=f"pipeline, run {config.run!r}", wait_s=LEASE_WAIT_S):
+        return _run_missing(config, make_client)
+
+
+def _run_missing(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any]) -> list[int]:
     prompts = read_prompts(config.prompts)
     batches = {step: prompts_of_step(prompts, step, config.prompts_per_step) for step in _missing_steps(config)}
     if batches:

@@ -5,22 +5,26 @@ from storage.dataset import TraceDataset
 from storage.errors import (
     DamagedDataError,
     DatasetError,
+    DatasetInUseError,
     DuplicateSampleError,
     FormatVersionError,
     SpecMismatchError,
     StepExistsError,
 )
+from storage.lease import Lease
 from storage.staging import clean_staging
 from storage.trace import RoutingSpec, Site, Trace, WeightSpan
 from storage.turns import MergedTrace, merge_turns
-from storage.verify import verify_dataset
+from storage.verify import repair_dataset, verify_dataset
 from storage.writer import TraceWriter
 
 __all__ = [
     "DamagedDataError",
     "DatasetError",
+    "DatasetInUseError",
     "DuplicateSampleError",
     "FormatVersionError",
+    "Lease",
     "MergedTrace",
     "ReplayBatch",
     "RoutingSpec",
@@ -33,5 +37,6 @@ __all__ = [
     "WeightSpan",
     "clean_staging",
     "merge_turns",
+    "repair_dataset",
     "verify_dataset",
 ]

@@ -7,7 +7,7 @@ shows newer steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +20,9 @@ from storage.schema import COLUMNS, from_table, trace_schema
 from storage.store import Root, is_remote, local_path, open_store
 from storage.trace import RoutingSpec, Trace
 from storage.verify import verify_dataset
+
+if TYPE_CHECKING:
+    from storage.torch_stream import TraceStream
 
 Steps = int | Iterable[int] | None
 
@@ -103,7 +106,8 @@ class TraceDataset:
         """
         if unknown := set(columns or ()) - set(COLUMNS):
             raise ValueError(f"no such columns: {sorted(unknown)}; a trace has {list(COLUMNS)}")
-        return iter_batches(self._sources, self._chosen(step), COLUMNS if columns is None else columns, filter)
+        batches = iter_batches(self._sources, self._chosen(step), COLUMNS if columns is None else columns, filter)
+        return (batch for batch in batches if batch.num_rows)
 
     def to_arrow(
         self, step: Steps = None, columns: Sequence[str] | None = None, filter: pc.Expression | None = None
@@ -135,6 +139,18 @@ class TraceDataset:
             raise ValueError(f"step {step} of {self.root} has no samples {sorted(unknown)[:3]} ({len(unknown)} in all)")
         write_annotation(self._sources.store, step, samples)
         self._sources.annotations.refresh()
+
+    def torch(
+        self, step: Steps = None, *, rank: int = 0, world_size: int = 1, shuffle_buffer: int = 0, seed: int = 0
+    ) -> TraceStream:
+        """These traces as a torch IterableDataset: sharded by rank and worker, shuffled, resumable. Imports torch.
+
+        >>> loader = DataLoader(ds.torch(shuffle_buffer=256), batch_size=32, collate_fn=ReplayBatch.collate)
+        """
+        from storage.torch_stream import TraceStream
+
+        places = {"rank": rank, "world_size": world_size}
+        return TraceStream(self._sources, self._chosen(step), shuffle_buffer=shuffle_buffer, seed=seed, **places)
 
     def build_index(self) -> None:
         """Write or renew the index, a cache that saves reading every manifest; a TraceWriter does so when it closes."""

@@ -19,6 +19,10 @@ class StepExistsError(DatasetError):
     """The step is already committed; a committed step never changes."""
 
 
+class DatasetInUseError(DatasetError):
+    """Another process holds the lease of the dataset."""
+
+
 class DuplicateSampleError(DatasetError):
     """A sample_id appears a second time, in the same step or in a committed one."""
 

@@ -61,7 +61,7 @@ class Index:
         sizes, written = [stamp.size for stamp in stamps], [stamp.written for stamp in stamps]
         counts = [self.samples[folder] for folder in self.folders]
         lists = [self.folders, counts, sizes, written, self.hashes, self.owners]
-        batch = pa.record_batch([pa.array([values]) for values in map(pa.array, lists)], names=_COLUMNS)
+        batch = pa.record_batch([_one_row(pa.array(values)) for values in lists], names=_COLUMNS)
         sink = pa.BufferOutputStream()
         schema = batch.schema.with_metadata({_KEY: f"{FORMAT_VERSION} {_checksum(batch)}"})
         with pa.ipc.new_file(sink, schema) as writer:
@@ -93,6 +93,10 @@ class Index:
 
 def _hash(sample_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _one_row(values: pa.Array) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
 
 
 def _checksum(batch: pa.RecordBatch) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import pyarrow.dataset as pads
 from storage.annotations import Annotations, join
 from storage.catalog import Catalog, Place
 from storage.errors import DamagedDataError
+from storage.part import ROW_GROUP_SAMPLES
 from storage.part_reader import PartReader, missing
 from storage.schema import COLUMNS
 from storage.store import Store
@@ -28,6 +29,13 @@ class Sources(NamedTuple):
     spec: RoutingSpec
     catalog: Catalog
     annotations: Annotations
+
+
+class Row(NamedTuple):
+    """One row of one part file."""
+
+    place: Place
+    row: int
 
 
 class _Opened(NamedTuple):
@@ -56,6 +64,32 @@ def read_sample(sources: Sources, sample_id: str) -> Trace | None:
         if sources.catalog.find(sample_id) in (None, found):
             raise missing(sources.store.url(found[0].name)) from error
         return read_sample(sources, sample_id)
+
+
+def rows_of(sources: Sources, steps: Sequence[int]) -> list[Place]:
+    """Where the samples of these steps lie, in order."""
+    return [place for step in steps for place in sources.catalog.places(step)]
+
+
+def read_rows(sources: Sources, rows: Iterable[Row]) -> Iterator[Trace]:
+    """Single rows in the order given. Neighbours that follow one another in a file are read together, up to 16."""
+    for run in _runs(rows):
+        place = run[0].place
+        facts = sources.annotations.of(s for s, _ in sources.catalog.manifest(place.name.partition("/")[0]).steps)
+        with PartReader.open(sources.store, place.name, sources.spec) as part:
+            for table in part.tables(run[0].row, run[-1].row + 1):
+                yield from part.decode(join(table, facts) if facts else table)
+
+
+def _runs(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    run: list[Row] = []
+    for row in rows:
+        if run and (len(run) == ROW_GROUP_SAMPLES or row != Row(run[-1].place, run[-1].row + 1)):
+            yield run
+            run = []
+        run.append(row)
+    if run:
+        yield run
 
 
 def _read_row(sources: Sources, place: Place, row: int) -> Trace:

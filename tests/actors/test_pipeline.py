@@ -18,7 +18,7 @@ import pytest
 
 from actors.config import ConfigError, PipelineConfig, load_config
 from actors.pipeline import run
-from storage import RoutingSpec, Trace, TraceDataset, TraceWriter
+from storage import DatasetInUseError, Lease, RoutingSpec, Trace, TraceDataset, TraceWriter
 from tests.actors.fake_pipeline import fake_client
 from tests.actors.waiting import eventually
 
@@ -83,6 +83,14 @@ def test_it_commits_the_steps_and_goes_on_where_it_ended(tmp_path: Path) -> None
     config = load_config(write_run(tmp_path, steps=4))
     assert run(config, fake_client) == [2, 3]
     assert_complete(config)
+
+
+def test_a_second_pipeline_on_the_same_dataset_is_refused_before_it_samples(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, steps=1))
+    with Lease(config.traces, owner="pipeline, run 'other'"):
+        with pytest.raises(DatasetInUseError, match=r"traces is in use by process \d+ on .*run 'other'"):
+            run(config, fake_client)
+    assert not (tmp_path / "traces/_dataset.json").exists()
 
 
 @pytest.mark.usefixtures("cluster")

@@ -1,0 +1,92 @@
+"""TraceStream: the traces of a dataset as a torch IterableDataset. Needs torch; `TraceDataset.torch` imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from storage.order import mixed, reader_order
+from storage.scan import Row, Sources, read_rows, rows_of
+from storage.trace import Trace
+
+
+class TraceStream(IterableDataset[Trace]):
+    """Every trace of some steps once per epoch, over all ranks and DataLoader workers together.
+
+    >>> stream = ds.torch(rank=0, world_size=8, shuffle_buffer=256, seed=0)
+    >>> loader = DataLoader(stream, batch_size=32, num_workers=4, collate_fn=ReplayBatch.collate)
+    >>> state = stream.state_dict()          # after any trace, in the process that iterates
+    >>> stream.load_state_dict(state)        # a stream made with the same arguments goes on with the next trace
+
+    torchdata's StatefulDataLoader calls both methods in each worker. Readers get blocks of 16 samples, so one may
+    have up to 16 samples more than another.
+    """
+
+    def __init__(
+        self, sources: Sources, steps: list[int], *, rank: int, world_size: int, shuffle_buffer: int, seed: int
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in [0, {world_size})")
+        if shuffle_buffer < 0:
+            raise ValueError(f"shuffle_buffer is {shuffle_buffer}, need 0 (the order of the dataset) or more")
+        self._sources, self._steps = sources, steps
+        self._rank, self._world_size, self._buffer, self._seed = rank, world_size, shuffle_buffer, seed
+        self._epoch = self._yielded = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start `epoch` at its first sample; each is shuffled differently. The end of one is the start of the next."""
+        self._epoch, self._yielded = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where this reader is. Plain integers, e.g. `{"epoch": 0, "yielded": 96, "reader": 0, "readers": 8, ...}`."""
+        reader, readers = self._reader()
+        return {"epoch": self._epoch, "yielded": self._yielded} | self._arguments(reader, readers)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the last trace of `state`; ValueError when this stream is another one."""
+        expected = self._arguments(*self._reader())
+        if different := {k: (state.get(k), v) for k, v in expected.items() if state.get(k) != v}:
+            raise ValueError(f"this state is of another stream; (in the state, here): {different}")
+        self._epoch, self._yielded = state["epoch"], state["yielded"]
+
+    def __iter__(self) -> Iterator[Trace]:
+        rows = rows_of(self._sources, self._steps)
+        order, draws = self._plan([place.stop - place.start for place in rows])
+        flat = [Row(place, row) for place in rows for row in range(place.start, place.stop)]
+        skipped = set(draws[: self._yielded])
+        reading = self._read([flat[sample] for sample in order], skipped)
+        held: dict[int, Trace] = {}
+        for position in draws[self._yielded :]:
+            while position not in held:
+                number, trace = next(reading)
+                held[number] = trace
+            self._yielded += 1
+            yield held.pop(position)
+        self._epoch, self._yielded = self._epoch + 1, 0
+
+    def _read(self, rows: list[Row], skipped: set[int]) -> Iterator[tuple[int, Trace]]:
+        wanted = [position for position in range(len(rows)) if position not in skipped]
+        traces = read_rows(self._sources, [rows[position] for position in wanted])
+        return zip(wanted, traces, strict=True)
+
+    def _plan(self, counts: list[int]) -> tuple[list[int], list[int]]:
+        """The samples this reader reads, in order, and the positions in that list in the order they are yielded."""
+        reader, readers = self._reader()
+        seed = self._seed if self._buffer else None
+        order = reader_order(counts, reader=reader, readers=readers, seed=seed, epoch=self._epoch)
+        rng = np.random.default_rng([self._seed, self._epoch, reader])
+        return order, list(mixed(len(order), self._buffer, rng) if self._buffer else range(len(order)))
+
+    def _reader(self) -> tuple[int, int]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return self._rank * workers + worker, self._world_size * workers
+
+    def _arguments(self, reader: int, readers: int) -> dict[str, Any]:
+        samples = sum(len(self._sources.catalog.sample_ids(step)) for step in self._steps)
+        return {
+            "reader": reader, "readers": readers, "seed": self._seed, "shuffle_buffer": self._buffer, "samples": samples
+        }  # fmt: skip

@@ -1,0 +1,122 @@
+"""TraceStream: every sample exactly once over ranks and workers, and a resume that continues as if never stopped."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from storage import TraceDataset, TraceWriter
+from storage.order import blocks, mixed, reader_order
+from tests.storage.builders import SPEC, make_trace, make_traces
+
+COUNTS = (40, 3, 17, 16)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+    root = tmp_path_factory.mktemp("stream")
+    with TraceWriter(root, SPEC, max_part_bytes=12_000) as writer:
+        for step, count in enumerate(COUNTS):
+            writer.write([make_trace(step, sample) for sample in range(count)], step=step)
+            writer.commit(step)
+    return TraceDataset(root)
+
+
+def ids(traces) -> list[str]:
+    return [trace.sample_id for trace in traces]
+
+
+def one_by_one(traces):
+    return traces[0].sample_id
+
+
+def test_without_a_buffer_it_is_the_order_of_the_dataset(dataset: TraceDataset) -> None:
+    assert list(dataset.torch()) == list(dataset)
+    assert list(dataset.torch(step=[2, 0])) == list(dataset.iter([2, 0]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_cover_every_sample_once(dataset: TraceDataset, world_size: int, workers: int) -> None:
+    seen: list[str] = []
+    for rank in range(world_size):
+        stream = dataset.torch(rank=rank, world_size=world_size, shuffle_buffer=8, seed=3)
+        loader = DataLoader(stream, batch_size=1, num_workers=workers, collate_fn=one_by_one)
+        seen += list(loader)
+    assert len(seen) == sum(COUNTS)
+    assert sorted(seen) == sorted(ids(dataset))
+
+
+def test_the_order_is_the_one_written_out_with_numpy(dataset: TraceDataset) -> None:
+    all_ids = ids(dataset)
+    counts = [len(p.sample_ids) for step in dataset.steps for p in dataset._sources.catalog.places(step)]
+    starts = np.cumsum([0, *counts])
+    units = [list(range(a, min(a + 16, e))) for s, e in pairwise(starts) for a in range(s, e, 16)]
+    mine = [units[i] for i in np.random.default_rng([3, 0]).permutation(len(units))][1::2]
+    queue = [sample for unit in mine for sample in unit]
+    rng, expected, held = np.random.default_rng([3, 0, 1]), [], queue[:8]
+    for sample in queue[8:]:
+        slot = rng.integers(8)
+        expected.append(held[slot])
+        held[slot] = sample
+    expected += [held[slot] for slot in rng.permutation(8)]
+    stream = dataset.torch(rank=1, world_size=2, shuffle_buffer=8, seed=3)
+    assert ids(stream) == [all_ids[sample] for sample in expected]
+
+
+def test_epochs_and_seeds_differ_and_repeat(dataset: TraceDataset) -> None:
+    stream = dataset.torch(shuffle_buffer=8, seed=1)
+    first, second = ids(stream), ids(stream)
+    assert first != second
+    stream.set_epoch(0)
+    assert ids(stream) == first
+    assert ids(dataset.torch(shuffle_buffer=8, seed=2)) != first
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 30, 75, 76])
+@pytest.mark.parametrize("buffer", [0, 1, 8, 500])
+def test_a_resumed_stream_goes_on_where_it_was(dataset: TraceDataset, taken: int, buffer: int) -> None:
+    whole = list(dataset.torch(shuffle_buffer=buffer, seed=5))
+    stream = dataset.torch(shuffle_buffer=buffer, seed=5)
+    iterator = iter(stream)
+    begun = [next(iterator) for _ in range(taken)]
+    resumed = dataset.torch(shuffle_buffer=buffer, seed=5)
+    resumed.load_state_dict(stream.state_dict())
+    assert begun + list(resumed) == whole
+
+
+def test_a_state_of_another_stream_is_refused(dataset: TraceDataset) -> None:
+    state = dataset.torch(shuffle_buffer=8).state_dict()
+    with pytest.raises(ValueError, match=r"another stream; \(in the state, here\): \{'seed': \(0, 1\)\}"):
+        dataset.torch(shuffle_buffer=8, seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"'readers': \(1, 2\)"):
+        dataset.torch(shuffle_buffer=8, world_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"rank": 2, "world_size": 2}, r"rank 2 is not in \[0, 2\)"), ({"shuffle_buffer": -1}, "shuffle_buffer is -1")],
+)
+def test_arguments_that_make_no_sense(dataset: TraceDataset, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataset.torch(**arguments)
+
+
+def test_annotations_are_joined(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path, SPEC) as writer:
+        writer.write(make_traces(0), step=0)
+        writer.commit(0)
+    dataset = TraceDataset(tmp_path)
+    dataset.annotate(0, {"run/0/2/0": {"reward": 4.0}})
+    assert [trace.reward for trace in dataset.torch()] == [None, None, 4.0, None, None]
+
+
+def test_the_pieces_by_hand() -> None:
+    assert blocks([20, 0, 3]) == [range(0, 16), range(16, 20), range(20, 23)]
+    assert reader_order([20, 3], reader=1, readers=2, seed=None, epoch=0) == [16, 17, 18, 19]
+    assert sorted(mixed(10, 3, np.random.default_rng(0))) == list(range(10))
+    assert list(mixed(5, 1, np.random.default_rng(0))) == [0, 1, 2, 3, 4]
