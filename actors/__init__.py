@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import EngineOptions
-from storage.trace import RoutingSpec
+from storage.trace import RoutingSpec, Trace
 
 if TYPE_CHECKING:
     from actors.pool import ActorPool
     from actors.sink import RemoteRecorder
 
-__all__ = ["connect", "open_recorder"]
+__all__ = ["connect", "fetch", "open_recorder"]
 
 
 def connect(
@@ -46,6 +46,32 @@ def connect(
         resources=resources,
         runtime_env=runtime_env,
     )
+
+
+def fetch(refs: Sequence[Any], *, dp_rank: int, dp_size: int, sizes: Sequence[int] | None = None) -> list[Trace]:
+    """The traces of one data-parallel rank, called in its trainer; other ranks' objects are never asked for.
+
+    `refs` are all references of a step, the same list in the same order on every rank, as
+    `client.stream(as_refs=True)` yields them. Each holds one Arrow table of one or more traces and goes to one rank
+    as a whole, so ranks may get different numbers of traces. Data goes from the node that sampled it to the
+    trainer's; a driver that hands `refs` on, inside a list, fetches nothing. The routes are read-only views of the
+    object store.
+
+    >>> traces = actors.fetch(refs, dp_rank=1, dp_size=2)  # in a trainer actor
+    >>> batch = ReplayBatch.collate(traces, spec=spec)
+
+    Args:
+        sizes: tokens, bytes or traces of each table when they are known: ranks then get about the same sum
+            (largest first, to the least loaded). Default: consecutive references, equally many or one more.
+
+    Raises:
+        ValueError: a rank that does not exist, fewer references than ranks, or sizes that do not fit them.
+        TypeError: a reference holds no table.
+        Exception: what the remote code raised instead of a table, in its own type and words.
+    """
+    from actors.trainer_side import fetch_rank
+
+    return fetch_rank(refs, dp_rank=dp_rank, dp_size=dp_size, sizes=sizes)
 
 
 def open_recorder(traces: str | Path, spec: RoutingSpec) -> RemoteRecorder:
