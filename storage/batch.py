@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -120,13 +120,66 @@ class ReplayBatch:
         """R * S: the rows that a model's routers see in one forward of the batch."""
         return self.input_ids.size
 
-    def shard(self, *, dp_rank: int, dp_size: int) -> ReplayBatch:
-        """The sequences of one data-parallel rank: consecutive, as many as on other ranks or one more; views.
+    @overload
+    def shard(
+        self,
+        *,
+        dp: tuple[int, int] = ...,
+        cp: tuple[int, int] = ...,
+        pp: slice = ...,
+        micro_batches: None = ...,
+        layout: str = ...,
+    ) -> ReplayBatch: ...
 
-        >>> batch.shard(dp_rank=1, dp_size=2).sample_ids
+    @overload
+    def shard(
+        self,
+        *,
+        dp: tuple[int, int] = ...,
+        cp: tuple[int, int] = ...,
+        pp: slice = ...,
+        micro_batches: int,
+        layout: str = ...,
+    ) -> list[ReplayBatch]: ...
+
+    def shard(
+        self,
+        *,
+        dp: tuple[int, int] = (0, 1),
+        cp: tuple[int, int] = (0, 1),
+        pp: slice = slice(None),
+        micro_batches: int | None = None,
+        layout: str = "zigzag",
+    ) -> ReplayBatch | list[ReplayBatch]:
+        """What one rank needs; with `micro_batches` a list of that many parts.
+
+        Sequences, sites and micro-batches are cut as views before `cp` copies columns, so nothing of another rank is
+        read. Ranks of a batch collated once are disjoint and together hold all of it.
+
+        >>> batch.shard(dp=(1, 2)).sample_ids
         ['run/0/2-0/0', 'run/0/3-0/0']
+        >>> parts = batch.shard(dp=(1, 2), cp=(0, 2), pp=slice(4, 8), micro_batches=2)
+        >>> [part.routed_experts.shape for part in parts]  # 1 sequence, half of 12 columns, 4 sites, top 2
+        [(1, 6, 4, 2), (1, 6, 4, 2)]
+
+        Args:
+            dp: rank and size; consecutive sequences, as many as on other ranks or one more.
+            cp: rank and size; columns, see `cp()` for `layout`.
+            pp: the sites of this pipeline stage, see `sites()`.
+            micro_batches: see `micro_batches()`.
+            layout: "zigzag" or "contiguous".
+
+        Raises:
+            ValueError: for a rank that does not exist, fewer sequences than parts, no site, or columns that do not
+                divide.
         """
-        return shard.sequences(self, *shard.bounds(len(self.sample_ids), dp_rank, dp_size, "dp"))
+        part = shard.sequences(self, *shard.bounds(len(self.sample_ids), *dp, "dp"))
+        if pp != slice(None):
+            part = part.sites(pp)
+        parts = [part] if micro_batches is None else part.micro_batches(micro_batches)
+        if cp != (0, 1):
+            parts = [each.cp(cp_rank=cp[0], cp_size=cp[1], layout=layout) for each in parts]
+        return parts[0] if micro_batches is None else parts
 
     def micro_batches(self, n: int) -> list[ReplayBatch]:
         """`n` parts of consecutive sequences, of equal number or one more; views."""

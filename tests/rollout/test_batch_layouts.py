@@ -95,7 +95,7 @@ def test_micro_batches_and_shards_score_like_the_whole(model, traces):
         whole = scores(model, batch)
         parts = [scores(model, part) for part in batch.micro_batches(3)]
         np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-5)
-        ranks = [scores(model, batch.shard(dp_rank=rank, dp_size=2)) for rank in range(2)]
+        ranks = [scores(model, batch.shard(dp=(rank, 2))) for rank in range(2)]
         np.testing.assert_allclose(np.concatenate(ranks), whole, atol=1e-5)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from storage import ReplayBatch, RoutingSpec, Site, Trace
 from storage.shard import PER_SEQUENCE, PER_TOKEN
@@ -41,7 +43,7 @@ def test_every_field_is_known_to_the_shards() -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_data_parallel_shards_are_views_of_their_own_sequences(padding: str) -> None:
     batch = collate(padding)
-    shards = [batch.shard(dp_rank=rank, dp_size=2) for rank in range(2)]
+    shards = [batch.shard(dp=(rank, 2)) for rank in range(2)]
     assert [shard.sample_ids for shard in shards] == [batch.sample_ids[:3], batch.sample_ids[3:]]
     axis = 1 if padding == "packed" else 0
     for name in PER_TOKEN:
@@ -53,7 +55,7 @@ def test_data_parallel_shards_are_views_of_their_own_sequences(padding: str) -> 
 
 
 def test_a_packed_shard_counts_its_columns_from_zero() -> None:
-    shard = collate("packed").shard(dp_rank=1, dp_size=2)
+    shard = collate("packed").shard(dp=(1, 2))
     assert shard.cu_seqlens.tolist() == [0, 8, 17]
     assert shard.input_ids.shape == (1, 17)
     assert shard.cu_seqlens.dtype == np.int32
@@ -61,7 +63,7 @@ def test_a_packed_shard_counts_its_columns_from_zero() -> None:
 
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_micro_batches_cut_a_shard_further_down_to_single_sequences(padding: str) -> None:
-    batch = collate(padding).shard(dp_rank=0, dp_size=2)
+    batch = collate(padding).shard(dp=(0, 2))
     parts = batch.micro_batches(3)
     assert [part.sample_ids for part in parts] == [[name] for name in batch.sample_ids]
     for part, trace in zip(parts, make_traces(0), strict=False):
@@ -111,7 +113,7 @@ def test_context_parallel_of_a_packed_batch_cuts_each_sequence() -> None:
     assert zigzag[0].cu_seqlens.tolist() == [0, 4, 8]
     contiguous = batch.cp(cp_rank=1, cp_size=4, layout="contiguous")
     assert columns(contiguous) == [2, 3, 10, 11]
-    assert columns(contiguous.shard(dp_rank=1, dp_size=2)) == [10, 11]
+    assert columns(contiguous.shard(dp=(1, 2))) == [10, 11]
 
 
 def test_a_shard_reads_no_row_of_another_rank() -> None:
@@ -120,16 +122,61 @@ def test_a_shard_reads_no_row_of_another_rank() -> None:
     batch.routed_experts[3:] = 77
     batch.routed_experts[:, 3:9] = 77
     batch.routed_experts[:, :, 1:] = 77
-    shard = batch.shard(dp_rank=0, dp_size=2).cp(cp_rank=0, cp_size=2).sites(slice(0, 1))
+    shard = batch.shard(dp=(0, 2), cp=(0, 2), pp=slice(0, 1))
     assert shard.routed_experts.shape == (3, 6, 1, 2)
     assert not (shard.routed_experts == 77).any()
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    padding=st.sampled_from(PADDINGS),
+    extra=st.integers(0, 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_shards_of_all_ranks_hold_every_cell_once_as_numpy_cuts_them(
+    sizes: tuple[int, int, int, int], layout: str, padding: str, extra: int
+) -> None:
+    """Every cell of the batch gets its own number; the reference cuts an array of these numbers."""
+    dp, cp, pp, parts = sizes
+    batch = collate(padding, multiple=2 * cp, count=dp * parts + extra)
+    cells = np.arange(batch.num_rows * 6).reshape(batch.routed_experts.shape)
+    batch = replace(batch, routed_experts=cells)
+    stages = [slice(3 * i // pp, 3 * (i + 1) // pp) for i in range(pp)]
+    seen = []
+    for d, c, p in np.ndindex(dp, cp, pp):
+        cut = batch.shard(dp=(d, dp), cp=(c, cp), pp=stages[p], micro_batches=parts, layout=layout)
+        own = np.array_split(np.array_split(np.arange(len(batch.sample_ids)), dp)[d], parts)
+        for part, wanted in zip(cut, own, strict=True):
+            assert np.array_equal(part.routed_experts, reference(batch, wanted, (c, cp), stages[p], layout))
+            assert part.sample_ids == [batch.sample_ids[index] for index in wanted]
+            seen.append(part.routed_experts.ravel())
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(cells.size))
+
+
+def reference(batch: ReplayBatch, wanted: np.ndarray, cp: tuple[int, int], stage: slice, layout: str) -> np.ndarray:
+    """Sequences by fancy indexing, columns by `array_split`."""
+    rank, size = cp
+    if batch.cu_seqlens is None:
+        sequences = [batch.routed_experts[wanted]]
+    else:
+        ends = batch.cu_seqlens
+        sequences = [batch.routed_experts[:, ends[i] : ends[i + 1]] for i in wanted]
+    picked = []
+    for cells in sequences:
+        if layout == "contiguous":
+            picked.append(np.array_split(cells, size, axis=1)[rank])
+        else:
+            chunks = np.array_split(cells, 2 * size, axis=1)
+            picked += [chunks[rank], chunks[-1 - rank]]
+    return np.concatenate(picked, axis=1)[:, :, stage]
 
 
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
-        (lambda b: b.shard(dp_rank=2, dp_size=2), "dp: rank 2 of 2 does not exist"),
-        (lambda b: b.shard(dp_rank=0, dp_size=6), r"5 sequences cannot be split into 6 parts \(dp\)"),
+        (lambda b: b.shard(dp=(2, 2)), "dp: rank 2 of 2 does not exist"),
+        (lambda b: b.shard(dp=(0, 6)), r"5 sequences cannot be split into 6 parts \(dp\)"),
         (lambda b: b.micro_batches(6), r"5 sequences cannot be split into 6 parts \(micro-batches\)"),
         (lambda b: b.micro_batches(0), "cannot make 0 micro-batches"),
         (lambda b: b.sites(slice(3, 5)), r"slice\(3, 5, None\) selects none of the 3 sites"),
@@ -164,6 +211,6 @@ def test_a_context_parallel_shard_cannot_score_tokens_alone() -> None:
 
 def test_tensors_of_a_shard_share_its_memory() -> None:
     batch = collate()
-    part: list[Trace] | ReplayBatch = batch.shard(dp_rank=1, dp_size=2)
+    part: list[Trace] | ReplayBatch = batch.shard(dp=(1, 2))
     part.tensors()["input_ids"][0, 0] = 1234
     assert batch.input_ids[3, 0] == 1234
