@@ -13,13 +13,13 @@ import numpy as np
 
 from storage.convert_counts import expert_counts
 from storage.convert_fireworks import from_fireworks, to_fireworks
-from storage.convert_megatron import to_megatron
+from storage.convert_megatron import from_megatron, to_megatron
 from storage.convert_nemo_rl import from_nemo_rl, from_nemo_rl_string, to_nemo_rl, to_nemo_rl_string
 from storage.convert_prime_rl import from_prime_rl, to_prime_rl
 from storage.convert_routes import Routes, collapse_layers, expand_layers
 from storage.convert_safetensors import from_safetensors, save_arrays, to_safetensors, with_new_file
-from storage.convert_skyrl import to_skyrl
-from storage.convert_slime import from_slime, to_roll, to_slime
+from storage.convert_skyrl import from_skyrl, to_skyrl
+from storage.convert_slime import from_roll, from_slime, to_roll, to_slime
 from storage.convert_verl import from_verl, to_verl
 from storage.trace import RoutingSpec, Trace
 
@@ -32,10 +32,13 @@ __all__ = [
     "expert_counts",
     "export_file",
     "from_fireworks",
+    "from_megatron",
     "from_nemo_rl",
     "from_nemo_rl_string",
     "from_prime_rl",
+    "from_roll",
     "from_safetensors",
+    "from_skyrl",
     "from_slime",
     "from_verl",
     "to_fireworks",

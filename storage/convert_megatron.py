@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from storage.convert_routes import complete_rows, spread_ids
+from storage.convert_routes import Routes, complete_rows, spread_ids
 from storage.trace import RoutingSpec, Trace
 
 
@@ -47,3 +47,35 @@ def _router(rows: np.ndarray, recorded: np.ndarray, spec: RoutingSpec, index: in
     out[recorded] = rows[:, index, : site.top_k]
     out[~recorded] = spread_ids(int((~recorded).sum()), site.num_experts, site.top_k)
     return out
+
+
+def from_megatron(arrays: Sequence[np.ndarray], spec: RoutingSpec, *, lengths: Sequence[int]) -> list[Routes]:
+    """The routes of each packed sequence; inverse of `to_megatron` for all sites.
+
+    Megatron keeps no mask: the last token of each sequence and the end are taken as padding, as `to_megatron` writes.
+
+    Args:
+        arrays: int64 `[tokens, K]` per router of `spec`, in its order.
+        lengths: tokens of each sequence, np.diff(cu_seqlens).
+
+    Raises:
+        ValueError: another number of routers, shapes that do not fit, or ids of another model.
+    """
+    if len(arrays) != spec.num_sites:
+        raise ValueError(f"megatron has {len(arrays)} routers, this model {spec.num_sites}; merge the pipeline ranks")
+    if not lengths or min(lengths) < 2:
+        raise ValueError(f"lengths {list(lengths)}: need one per sequence, each of 2 tokens or more")
+    ids = np.zeros((sum(lengths), *spec.row_shape), np.int64)
+    for index, (site, array) in enumerate(zip(spec.sites, arrays, strict=True)):
+        given = np.asarray(array)
+        if given.ndim != 2 or len(given) < len(ids) or given.shape[1] != site.top_k or given.dtype.kind not in "iu":
+            raise ValueError(
+                f"megatron router {index}: {given.dtype} of shape {given.shape}, need integers "
+                f"[{len(ids)} or more tokens, {site.top_k}]"
+            )
+        ids[:, index, : site.top_k] = given[: len(ids)]
+    ends = np.cumsum(lengths)
+    return [
+        Routes(spec.check_routes(ids[end - length : end - 1], name=f"megatron sequence {row}"))
+        for row, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    ]

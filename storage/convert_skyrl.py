@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from storage.convert_routes import all_rows, expand_layers, fitting_dtype
+from storage.convert_routes import Routes, all_rows, collapse_layers, expand_layers, fitting_dtype, recorded_part
 from storage.trace import RoutingSpec, Trace
 
 
@@ -45,3 +45,41 @@ def to_skyrl(
         "rollout_expert_indices": indices,
         "router_padding_mask": padding,
     }
+
+
+def from_skyrl(batch: Mapping[str, np.ndarray], spec: RoutingSpec, *, num_layers: int | None) -> list[Routes]:
+    """The routes of each sequence, read from `rollout_expert_indices` and both masks; inverse of `to_skyrl`.
+
+    Raises:
+        ValueError: shapes or ids that do not fit, a sequence that is not padded at the left, or a recorded row at
+            padding.
+    """
+    attention = np.asarray(batch["attention_mask"]).astype(bool)
+    recorded = ~np.asarray(batch["router_padding_mask"]).astype(bool)
+    ids = _sites(batch["rollout_expert_indices"], recorded, spec, num_layers)
+    if not ids.shape[:2] == attention.shape == recorded.shape:
+        raise ValueError(
+            f"rollout_expert_indices is {ids.shape[:2]}, attention_mask {attention.shape} and router_padding_mask "
+            f"{recorded.shape}; need the same [B, T]"
+        )
+    return [_sequence(row, *arrays, spec) for row, arrays in enumerate(zip(ids, recorded, attention, strict=True))]
+
+
+def _sites(array: np.ndarray, recorded: np.ndarray, spec: RoutingSpec, num_layers: int | None) -> np.ndarray:
+    """Dummy routes of unrecorded rows have ids in dense layers too: only recorded rows are checked there."""
+    array = np.asarray(array)
+    if array.shape[:2] == recorded.shape and array.ndim == 4:
+        array = np.where(recorded[:, :, None, None], array, 0)
+    return collapse_layers(array, spec, num_layers, name="skyrl rollout_expert_indices")
+
+
+def _sequence(row: int, ids: np.ndarray, recorded: np.ndarray, attention: np.ndarray, spec: RoutingSpec) -> Routes:
+    name = f"skyrl row {row}"
+    tokens = int(attention.sum())
+    start = len(attention) - tokens
+    if not tokens or not attention[start:].all():
+        raise ValueError(f"{name}: attention_mask must be ones at the right end only, got {tokens} tokens elsewhere")
+    if recorded[:start].any():
+        raise ValueError(f"{name}: router_padding_mask says that padding column {int(recorded.argmax())} was recorded")
+    last = tokens - 1 if not recorded[-1] else tokens
+    return recorded_part(ids[start : start + last], recorded[start : start + last], spec, name=name)

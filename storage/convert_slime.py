@@ -51,3 +51,12 @@ def from_slime(
             f"{name}: row {int(negative.argmax())} is filled with -1, so it was not recorded; leave it out"
         )
     return Routes(refuse_zero_rows(spec.check_routes(ids, name=name), spec, name=name))
+
+
+def from_roll(arrays: Sequence[np.ndarray], spec: RoutingSpec, *, num_layers: int | None) -> list[Routes]:
+    """The routes of each sample; inverse of `to_roll`.
+
+    Raises:
+        ValueError: as `from_slime`.
+    """
+    return [from_slime(array, spec, num_layers=num_layers) for array in arrays]

@@ -16,22 +16,28 @@ from storage import RoutingSpec, Site, Trace
 from storage.convert import (
     Routes,
     from_fireworks,
+    from_megatron,
     from_nemo_rl,
     from_nemo_rl_string,
     from_prime_rl,
+    from_roll,
     from_safetensors,
+    from_skyrl,
     from_slime,
     from_verl,
     to_fireworks,
+    to_megatron,
     to_nemo_rl,
     to_nemo_rl_string,
     to_prime_rl,
+    to_roll,
     to_safetensors,
+    to_skyrl,
     to_slime,
     to_verl,
 )
 from tests.storage.builders import SPEC, make_trace, make_traces
-from tests.storage.toy import TOY, short_trace
+from tests.storage.toy import TOY, long_trace, short_trace
 
 LAYERS = 6
 specs = st.builds(
@@ -115,6 +121,29 @@ def test_nemo_rl_and_r3_frames_give_back_traces_with_missing_rows(
         check_same(trace, from_fireworks(to_fireworks(trace, spec, num_layers=layers), spec, num_layers=layers))
 
 
+@given(sets_of_traces(holes=False), num_layers)
+@settings(max_examples=30, deadline=None)
+def test_roll_and_megatron_give_back_complete_traces(
+    drawn: tuple[RoutingSpec, list[Trace]], layers: int | None
+) -> None:
+    spec, traces = drawn
+    lengths = [len(trace.token_ids) for trace in traces]
+    packed = from_megatron(to_megatron(traces, spec, multiple=8), spec, lengths=lengths)
+    listed = from_roll(to_roll(traces, spec, num_layers=layers), spec, num_layers=layers)
+    for trace, *both in zip(traces, packed, listed, strict=True):
+        for routes in both:
+            check_same(trace, routes)
+
+
+@given(sets_of_traces(holes=True), num_layers)
+@settings(max_examples=30, deadline=None)
+def test_skyrl_gives_back_traces_with_missing_rows(drawn: tuple[RoutingSpec, list[Trace]], layers: int | None) -> None:
+    spec, traces = drawn
+    back = from_skyrl(to_skyrl(traces, spec, num_layers=layers), spec, num_layers=layers)
+    for trace, routes in zip(traces, back, strict=True):
+        check_same(trace, routes)
+
+
 @given(sets_of_traces(holes=True))
 @settings(max_examples=30, deadline=None)
 def test_safetensors_give_back_traces_with_missing_rows(drawn: tuple[RoutingSpec, list[Trace]]) -> None:
@@ -195,3 +224,30 @@ def test_rows_of_minus_1_or_zeros_are_refused_where_no_mask_says_so() -> None:
             from_slime(np.full((1, 2, 2), fill, np.int32), TOY, num_layers=None)
     with pytest.raises(ValueError, match=r"need \[3, L, K\]"):
         from_slime(np.array([[[0, 1], [2, 3]]]), TOY, num_layers=None, num_tokens=4)
+
+
+def test_a_skyrl_batch_that_contradicts_itself_is_refused() -> None:
+    good = to_skyrl([short_trace(), long_trace()], TOY, num_layers=3)
+    changes: list[tuple[str, Any, str]] = [
+        ("attention_mask", np.array([[1, 1, 0, 0], [1, 1, 1, 1]]), "skyrl row 0: attention_mask must be ones at the"),
+        ("router_padding_mask", np.zeros((2, 4), bool), "layer 1 has ids, but no router"),
+        ("attention_mask", np.ones((2, 3)), r"need the same \[B, T\]"),
+    ]
+    for name, value, words in changes:
+        with pytest.raises(ValueError, match=words):
+            from_skyrl(good | {name: value}, TOY, num_layers=3)
+    moe_only = to_skyrl([short_trace(), long_trace()], TOY, num_layers=None)
+    with pytest.raises(ValueError, match="row 0: router_padding_mask says that padding column 0 was recorded"):
+        from_skyrl(moe_only | {"router_padding_mask": np.zeros((2, 4), bool)}, TOY, num_layers=None)
+
+
+def test_megatron_arrays_of_another_model_are_refused() -> None:
+    arrays = to_megatron([long_trace()], TOY)
+    for given_, lengths, words in [
+        (arrays[:1], [4], "megatron has 1 routers, this model 2"),
+        (arrays, [5], r"megatron router 0: int64 of shape \(4, 2\), need integers \[5 or more tokens, 2\]"),
+        (arrays, [1], "each of 2 tokens or more"),
+        ([array + 4 for array in arrays], [4], "megatron sequence 0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            from_megatron(given_, TOY, lengths=lengths)
