@@ -15,12 +15,12 @@ from storage.trace import Trace
 
 def fetch_rank(refs: Sequence[Any], *, dp_rank: int, dp_size: int, sizes: Sequence[int] | None = None) -> list[Trace]:
     """See `actors.fetch`."""
-    own = [refs[index] for index in rank_indices(len(refs), dp_rank, dp_size, sizes)]
-    tables = fetch(own)
-    for position, table in enumerate(tables):
+    own = rank_indices(len(refs), dp_rank, dp_size, sizes)
+    tables = fetch([refs[index] for index in own])
+    for index, table in zip(own, tables, strict=True):
         if not isinstance(table, pa.Table):
             raise TypeError(
-                f"reference {position} of rank {dp_rank} holds a {type(table).__name__}, need a table of traces: "
+                f"refs[{index}] holds a {type(table).__name__}, need a table of traces: "
                 "pass what client.stream(as_refs=True) yields"
             )
     return [trace for table in tables for trace in from_table(table)]

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 import ray
 
+import actors
 from rollout.client import RolloutClient
 from rollout.sampling import SamplingParams
 from storage import TraceDataset
@@ -92,6 +93,9 @@ def test_as_refs_yields_references_of_tables(client: RolloutClient, traces: Path
     assert all(isinstance(table, pa.Table) for table in tables)
     ids = [trace.sample_id for table in tables for trace in from_table(table)]
     assert sorted(ids) == stored(traces, 2) == sample_ids(2, 4)
+    by_rank = [actors.fetch(refs, dp_rank=rank, dp_size=2) for rank in range(2)]
+    assert [trace.sample_id for part in by_rank for trace in part] == ids
+    assert all(by_rank)
 
 
 def test_a_step_gathers_its_calls_into_one_commit(client: RolloutClient, traces: Path) -> None:

@@ -88,7 +88,7 @@ def test_objects_of_other_ranks_are_not_asked_for_and_own_errors_keep_their_type
 
 @pytest.mark.usefixtures("cluster")
 def test_a_reference_of_something_else_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"reference 0 of rank 0 holds a int, need a table of traces"):
+    with pytest.raises(TypeError, match=r"refs\[0\] holds a int, need a table of traces"):
         actors.fetch([ray.put(3)], dp_rank=0, dp_size=1)
 
 
