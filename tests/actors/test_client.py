@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "rollout" / "tiny_moe")
 OPTIONS: dict[str, Any] = {"dtype": "float32", "batch_invariant": True, "max_running_requests": 8}
 SAMPLING = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+PENALISED = SamplingParams(max_tokens=6, seed=3, repetition_penalty=1.5, logit_bias={4: 2.0}, bad_words=((4, 4),))
+EXPLAINED = SamplingParams(max_tokens=6, seed=3, logprobs=2, prompt_logprobs=1, temperature=0.5)
 PROMPTS = [list(range(3, 5 + i % 4)) for i in range(12)]
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -154,6 +156,7 @@ def sample_three_steps(client: RolloutClient) -> None:
     with client.step(22):
         client.sample(PROMPTS[:3], sampling_params=SAMPLING)
         client.sample(PROMPTS[:3], sampling_params=SamplingParams(temperature=0, max_tokens=4, seed=1))
+        client.sample(PROMPTS[:3], sampling_params=[PENALISED, EXPLAINED, SAMPLING])
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +176,18 @@ def test_one_actor_writes_the_dataset_of_one_process(
     sample_three_steps(client)
     over_ray = {t.sample_id: t for step in (20, 21, 22) for t in TraceDataset(root).iter(step)}
     assert over_ray == in_process
-    assert len(over_ray) == 24 + 12 + 6
+    assert len(over_ray) == 24 + 12 + 9
     assert {(trace.step, trace.weight_version) for trace in over_ray.values()} == {(20, 0), (21, 1), (22, 1)}
     assert {trace.reward for trace in over_ray.values()} == {0.0, 1.0}
     assert all(trace.reward == parity(trace) for trace in over_ray.values())
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_scores_over_ray_are_what_was_sampled(client: RolloutClient, replay: bool) -> None:
+    answers = client.sample(PROMPTS, sampling_params=SAMPLING)
+    for trace, score in zip(answers, client.score(answers, replay=replay), strict=True):
+        assert score.completion_logprobs.tobytes() == trace.raw_logprobs.tobytes()  # type: ignore[union-attr]
+        assert score.routed_experts.tobytes() == trace.routed_experts.tobytes()  # type: ignore[union-attr]
 
 
 def test_two_actors_write_the_step_of_one_process(

@@ -17,6 +17,7 @@ from rollout.sampler import SamplingBatch, sample
 from rollout.stops import StopChecker
 from storage import Trace
 from tests.rollout.oracle import Oracle, log_softmax
+from tests.rollout.probes import parts_of
 from tests.rollout.test_engine_draws import BOUNDARY, reference_uniform
 
 torch = pytest.importorskip("torch")
@@ -151,6 +152,21 @@ def test_identical_in_any_batch_with_and_without_overlap(checkpoint, extra) -> N
             other.routed_experts.tobytes(),
         )
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("overlap_off", [False, True], ids=["overlap", "no overlap"])
+def test_a_request_that_yielded_goes_on_as_if_it_had_not(checkpoint, overlap_off) -> None:
+    """What was counted, and the optional logprobs, survive that another request took the row meanwhile."""
+    extras = [PENALTIES | {"logprobs": 2}, {"bad_words": ((3, 5), (5, 3), (3, 3)), "allowed_token_ids": (3, 5, 7)}]
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, seed=3, **e) for e in [*extras, {"prompt_logprobs": 1}]]
+    found = []
+    for tight in ({}, {"kv_tokens": 90, "max_running_requests": 3}):
+        options = {"batch_invariant": True, "disable_overlap_schedule": overlap_off, **tight}
+        with RolloutClient.local(checkpoint("qwen3_moe"), dtype="float32", **options) as client:
+            found.append(client.sample([list(range(20, 40))] * 6, sampling_params=params * 2))
+            preemptions = parts_of(client)[1].preemptions
+    assert preemptions > 0
+    assert found[0] == found[1]
 
 
 # --- counts on the device -----------------------------------------------------------------------------------------
