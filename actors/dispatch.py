@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -46,6 +46,7 @@ class _Call:
         self.slot, self.handle, self.chunk = slot, handle, chunk
         self.pending = {request.sample_id: request for request in chunk.requests}
         self.table: Any = None
+        self._ending: Any = None
         method = handle.stream.options(
             num_returns="streaming", _generator_backpressure_num_objects=2 * tables_in_flight
         )
@@ -67,6 +68,12 @@ class _Call:
             self.pending.pop(sample_id, None)
         self.slot.arrived(before - len(self.pending))
         return finished
+
+    def end(self, sample_ids: set[str]) -> None:
+        """Ask the actor to abort samples; asked again until they have arrived, since the call may not be there yet."""
+        wanted = [sample_id for sample_id in self.pending if sample_id in sample_ids]
+        if wanted and (self._ending is None or ray.wait([self._ending], timeout=0)[0]):
+            self._ending = self.handle.abort.remote(wanted)
 
     def cancel(self) -> None:
         """Abort what is left; the actor stops sampling it."""
@@ -97,6 +104,15 @@ class Dispatch:
         size = min(limits.chunk_samples, -(-len(requests) // len(slots)))
         self._waiting = deque(_Chunk(tuple(requests[i : i + size])) for i in range(0, len(requests), size or 1))
         self._calls: list[_Call] = []
+        self._discarded: set[str] = set()
+
+    def missing(self) -> set[str]:
+        """Samples that have not arrived."""
+        return set(self._missing)
+
+    def discard(self, sample_ids: set[str]) -> None:
+        """These samples are to end with finish_reason "abort"; from any thread."""
+        self._discarded |= sample_ids
 
     def run(self) -> Iterator[RemoteFinished]:
         """Yield every sample once. Closing the iterator cancels what is still being sampled."""
@@ -110,6 +126,7 @@ class Dispatch:
                     yield from self._abort_waiting()
                 else:
                     self._submit()
+                yield from self._end_discarded()
                 for call in self._ready():
                     if not self._is_ended():
                         yield from self._advance(call)
@@ -177,6 +194,21 @@ class Dispatch:
             ) from error
         self._waiting.appendleft(_Chunk(tuple(call.pending.values()), call.chunk.attempt + 1))
         call.slot.replace(call.handle, error)
+
+    def _end_discarded(self) -> Iterator[RemoteFinished]:
+        """Discarded samples that no actor has are answered here, the others by their actors."""
+        if not self._discarded:
+            return
+        for call in self._calls:
+            call.end(self._discarded)
+        for _ in range(len(self._waiting)):
+            chunk = self._waiting.popleft()
+            ended = [request for request in chunk.requests if request.sample_id in self._discarded]
+            kept = tuple(request for request in chunk.requests if request not in ended)
+            if kept:
+                self._waiting.append(replace(chunk, requests=kept))
+            if ended:
+                yield from self._first_arrivals(aborted(ended, self._spec))
 
     def _abort_waiting(self) -> Iterator[RemoteFinished]:
         """The pool was closed: requests that no actor began end as such."""

@@ -11,6 +11,7 @@ import ray
 
 from actors.remote import fetch
 from rollout.backend import SampleRequest
+from rollout.start import untouched
 from storage.schema import from_table, to_table
 from storage.trace import RoutingSpec, Trace
 
@@ -49,20 +50,6 @@ class RemoteFinished:
 
 
 def aborted(requests: Sequence[SampleRequest], spec: RoutingSpec) -> RemoteFinished:
-    """What a stopped backend answers for requests it never began: traces without tokens, finish_reason "abort"."""
-    traces = [
-        Trace(
-            sample_id=request.sample_id,
-            step=request.step,
-            prompt_ids=list(request.prompt_ids),
-            completion_ids=[],
-            logprobs=[],  # type: ignore[arg-type]
-            routed_experts=None,
-            finish_reason="abort",
-            seed=request.seed,
-            sampling_params=request.sampling_params.model_dump(mode="json"),
-            metadata=dict(request.metadata),
-        )
-        for request in requests
-    ]
+    """What a stopped backend answers for requests it never began: what they had before, finish_reason "abort"."""
+    traces = [untouched(request) for request in requests]
     return RemoteFinished(ray.put(to_table(traces, spec)), [trace.sample_id for trace in traces])

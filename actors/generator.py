@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import abc
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,9 @@ import pyarrow as pa
 import ray
 
 from actors.packing import pack
-from rollout.backend import Backend, ModelInfo, SampleRequest
+from rollout.backend import Backend, ModelInfo, PauseMode, SampleRequest
+
+logger = logging.getLogger(__name__)
 
 CONCURRENT_STREAMS = 128
 """Calls of `stream` that one actor answers at once, each in a thread that mostly waits.
@@ -51,11 +54,16 @@ class Generator:
         self._backend: Backend | None = None
 
     @ray.method(concurrency_group="control")
-    def load(self, weights: Any = None, version: int = 0) -> ModelInfo:
-        """Load the model, then `weights` on top of it. Not part of `__init__`, so that errors keep their type."""
+    def load(self, weights: Any = None, version: int = 0, paused: bool = False) -> ModelInfo:
+        """Load the model, then `weights` on top of it. Not part of `__init__`, so that errors keep their type.
+
+        A pool that is paused takes a new actor `paused`, too.
+        """
         backend = self._backend_factory(self._model, **self._engine_options)
         if weights is not None:
             backend.update_weights(weights, version)
+        if paused:
+            backend.pause()
         self._backend = backend
         return backend.info
 
@@ -73,6 +81,25 @@ class Generator:
     def update_weights(self, source: Any, version: int) -> None:
         """See `Backend.update_weights`."""
         self._loaded().update_weights(source, version)
+
+    @ray.method(concurrency_group="control")
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """See `Backend.pause`."""
+        self._loaded().pause(mode)
+
+    @ray.method(concurrency_group="control")
+    def resume(self) -> None:
+        """See `Backend.resume`."""
+        self._loaded().resume()
+
+    @ray.method(concurrency_group="control")
+    def abort(self, sample_ids: Sequence[str]) -> None:
+        """End those of the samples that wait or run here."""
+        for sample_id in sample_ids:
+            try:
+                self._loaded().abort([sample_id])
+            except ValueError as error:  # it has ended and its trace is on its way, or its call has not arrived yet
+                logger.debug("%s", error)
 
     @ray.method(concurrency_group="control")
     def info(self) -> ModelInfo:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -16,7 +16,7 @@ from actors.generator import GeneratorActor, local_backend
 from actors.remote import LOST, check_resources, ensure_ray, fetch
 from actors.slot import ActorSlot
 from actors.stream import PoolStream
-from rollout.backend import Backend, ModelInfo, SampleRequest
+from rollout.backend import Backend, ModelInfo, PauseMode, SampleRequest, check_pause_mode, known_samples
 from rollout.config import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ class ActorPool:
         )
         self._actor_args = (absolute_if_local(model), engine_options, backend_factory)
         self._weights: tuple[Any, int] = (None, 0)
-        self._streams = 0
+        self._dispatches: list[Dispatch] = []
+        self._paused = False
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._slots = [ActorSlot(index, self._start, self._limits.max_attempts) for index in range(num_actors)]
@@ -104,13 +105,47 @@ class ActorPool:
     def _run(self, dispatch: Dispatch) -> Generator[RemoteFinished, None, None]:
         with self._changed:
             self._check_open()
-            self._streams += 1
+            self._dispatches.append(dispatch)
         try:
             yield from dispatch.run()
         finally:
             with self._changed:
-                self._streams -= 1
+                self._dispatches.remove(dispatch)
                 self._changed.notify_all()
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """See `Backend.pause`; returns when all actors rest. One that dies meanwhile is replaced by a paused one."""
+        check_pause_mode(mode)
+        self._check_open()
+        self._paused = True
+        if mode == "abort":
+            self.abort("all")
+        self._ask_all(lambda handle: handle.pause.remote(mode))
+
+    def resume(self) -> None:
+        """Go on."""
+        self._check_open()
+        self._paused = False
+        self._ask_all(lambda handle: handle.resume.remote())
+
+    def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
+        """See `Backend.abort`. The streams notice within `dispatch.POLL_SECONDS`, when they are read."""
+        with self._changed:
+            dispatches = list(self._dispatches)
+        wanted = known_samples(sample_ids, {name for dispatch in dispatches for name in dispatch.missing()})
+        for dispatch in dispatches:
+            dispatch.discard(wanted)
+
+    def _ask_all(self, ask: Callable[[Any], Any]) -> None:
+        for slot in self._slots:
+            self._await_loaded(slot)
+        handles = [slot.handle for slot in self._slots]
+        errors = [_error_of(ref) for ref in [ask(handle) for handle in handles]]
+        for slot, handle, error in zip(self._slots, handles, errors, strict=True):
+            if isinstance(error, LOST):
+                slot.replace(handle, error)
+            elif error is not None:
+                raise error
 
     def update_weights(self, source: Any, version: int) -> None:
         """Replace the weights of all actors, or of none when they do not fit. The source is stored once, for all.
@@ -126,8 +161,10 @@ class ActorPool:
             raise ValueError(f"weights are a {type(source).__name__}; pass a state dict as from model.state_dict()")
         with self._changed:
             self._check_open()
-            if self._streams:
-                raise RuntimeError(f"{self._streams} streams are running; finish or close them before update_weights")
+            if self._dispatches:
+                raise RuntimeError(
+                    f"{len(self._dispatches)} streams are running; finish or close them before update_weights"
+                )
             for slot in self._slots:
                 self._await_loaded(slot)
             self._update_all((_shareable(source), version))
@@ -140,7 +177,7 @@ class ActorPool:
         closing = [slot.handle.close.remote() for slot in self._slots]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         with self._changed:
-            self._changed.wait_for(lambda: self._streams == 0, timeout=CLOSE_SECONDS)
+            self._changed.wait_for(lambda: not self._dispatches, timeout=CLOSE_SECONDS)
         for slot in self._slots:
             slot.close()
 
@@ -151,7 +188,7 @@ class ActorPool:
     def _start(self) -> tuple[Any, Any]:
         """Begin an actor with the current weights: its handle and the reference of its `load`."""
         handle = self._make_actor.remote(*self._actor_args)
-        return handle, handle.load.remote(*self._weights)
+        return handle, handle.load.remote(*self._weights, paused=self._paused)
 
     def _await_loaded(self, slot: ActorSlot) -> ModelInfo:
         while slot.ready_handle() is None:

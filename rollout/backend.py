@@ -5,13 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from rollout.sampling import SamplingParams
-from storage.trace import RoutingSpec, Trace
+from storage.trace import RoutingSpec, Trace, WeightSpan
+
+PauseMode = Literal["keep", "wait", "abort", "yield"]
+
+
+def check_pause_mode(mode: str) -> None:
+    """ValueError for a mode that does not exist."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"pause mode {mode!r}, need one of {get_args(PauseMode)}")
+
+
+def known_samples(sample_ids: Sequence[str] | Literal["all"], known: set[str]) -> set[str]:
+    """The named ones; ValueError when one of them is not among the known."""
+    if sample_ids == "all":
+        return known
+    if isinstance(sample_ids, str):
+        raise ValueError(f"abort({sample_ids!r}): pass a list of sample ids, or 'all'")
+    unknown = sorted(set(sample_ids) - known)
+    if unknown:
+        raise ValueError(f"abort of {unknown[:3]}: no such samples wait or run, they may have ended; none was aborted")
+    return set(sample_ids)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What of a sequence was computed before, by this engine or another: the first rows, and sampled tokens.
+
+    Attributes:
+        routed_experts: `[rows, sites, K]` from position 0 on; recomputation repeats them.
+        weight_versions: spans over these rows; without any, rows count as computed now.
+        completion_ids, logprobs, raw_logprobs: sampled tokens behind the prompt; `rows` is then `P + k - 1`.
+    """
+
+    routed_experts: np.ndarray
+    weight_versions: tuple[WeightSpan, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -19,8 +56,8 @@ class SampleRequest:
     """One sequence to sample. Plain and picklable; seed and `sample_id` alone decide which random numbers it draws.
 
     `metadata` (JSON values) travels into the trace untouched: an expected answer, a task name. `bad_word_ids` are the
-    bad words of the sampling parameters as token ids. `routes` `[rows, sites, K]`: rows from the first token on, which
-    the forward must choose again.
+    bad words of the sampling parameters as token ids. `start` is what was computed before. The trace has the rows from
+    `routed_experts_start_len` on. `stream_id` names the sample whose random numbers it draws, when not its own.
 
     Raises:
         ValueError: without a seed; drawn in an engine, a retry on another would not continue the same stream.
@@ -34,7 +71,10 @@ class SampleRequest:
     sampling_params: SamplingParams
     metadata: dict[str, Any] = field(default_factory=dict)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    routes: np.ndarray | None = field(default=None, compare=False)
+    group_id: str = ""
+    stream_id: str = ""
+    start: Start | None = field(default=None, compare=False)
+    routed_experts_start_len: int = 0
 
     def __post_init__(self) -> None:
         if self.sampling_params.seed is None:
@@ -58,6 +98,7 @@ class ModelInfo:
     """What the client needs to know of the model to check a request before anything starts.
 
     `max_sequence_tokens` is the longest prompt + completion that both the model's positions and the KV pool hold.
+    `not_forced` says why its routers cannot be forced; empty when they can.
     """
 
     spec: RoutingSpec
@@ -66,6 +107,7 @@ class ModelInfo:
     max_sequence_reason: str
     tokenizer_path: str | None
     captures_routes: bool
+    not_forced: str = ""
     trust_remote_code: bool = False
 
 
@@ -112,6 +154,23 @@ class Backend(Protocol):
 
     def stream(self, requests: Sequence[SampleRequest]) -> FinishedStream:
         """Traces as they finish, each request once, in any order. Closing the stream aborts the rest."""
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling, and return when no forward is under way. Requests that come now wait for `resume`.
+
+        keep: running requests stay where they are. wait: those that have begun end first. abort: all end now, with
+        what they have. yield: they give up their keys and values, and recompute them under replay afterwards.
+        """
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
+        """End samples that wait or run; their traces come with finish_reason "abort" and what they have.
+
+        Raises:
+            ValueError: one of them is not known, or has ended; nothing is aborted.
+        """
 
     def update_weights(self, source: Any, version: int) -> None:
         """Replace the weights of an idle backend; refused whole when names or shapes do not fit."""

@@ -85,7 +85,7 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
     _check_device(options, stream.device)
     loaded = load_model(path, options.dtype, options.trust_remote_code)
     stream.run(lambda: move_model(loaded.model, stream.device))
-    forcing, _ = stream.call(lambda: try_forcing(loaded.model))
+    forcing, not_forced = stream.call(lambda: try_forcing(loaded.model))
     capturer = None
     if options.enable_return_routed_experts:
         rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS)
@@ -114,7 +114,7 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
         overlap=not options.disable_overlap_schedule,
         on_finish=on_finish,
     )
-    return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, options), loaded.tokenizer, stream)
+    return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, options, not_forced), loaded.tokenizer, stream)
 
 
 def _tested_runner(
@@ -193,7 +193,7 @@ def _check_one_rope(runner: ModelRunner) -> None:
         raise ValueError(f"{type(runner.model).__name__} uses rope_type 'longrope', which looks at the whole batch")
 
 
-def _info(path: str, loaded: LoadedModel, kv_tokens: int, options: EngineOptions) -> ModelInfo:
+def _info(path: str, loaded: LoadedModel, kv_tokens: int, options: EngineOptions, not_forced: str) -> ModelInfo:
     limit, reason = min((loaded.max_positions, "the model's positions"), (kv_tokens, "kv_tokens, the key/value pool"))
     return ModelInfo(
         spec=loaded.spec,
@@ -202,6 +202,7 @@ def _info(path: str, loaded: LoadedModel, kv_tokens: int, options: EngineOptions
         max_sequence_reason=reason,
         tokenizer_path=path if loaded.tokenizer is not None else None,
         captures_routes=options.enable_return_routed_experts,
+        not_forced=not_forced,
         trust_remote_code=options.trust_remote_code,
     )
 

@@ -6,14 +6,15 @@ import contextlib
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from rollout.backend import Backend, ModelInfo, Recorder
+from rollout.backend import Backend, ModelInfo, PauseMode, Recorder
 from rollout.call import Parties, RunningCall
 from rollout.requests import CheckedCall, Prompt, RequestBuilder
 from rollout.rewards import RewardFn, RewardRunner
 from rollout.sampling import SamplingParams
 from rollout.score import Score, Sequences, run_scores, score_requests
+from rollout.start import ResumedCall
 from rollout.steps import StepLedger
 from rollout.threads import in_thread
 from storage.trace import Trace
@@ -124,53 +125,68 @@ class RolloutClient:
 
     def sample(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | None = None,
         *,
+        resume: Sequence[Trace] | None = None,
         num_samples: int = 1,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         step: int | None = None,
         prompt_keys: Sequence[str] | None = None,
         metadata: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        routed_experts_start_len: int | Sequence[int] = 0,
     ) -> list[Trace]:
         """Sample `num_samples` completions of each prompt; traces in prompt order, the samples of a prompt together.
 
         A bare call is a step of its own, numbered after the last unless `step` is given, and is committed before it
         returns. Within `with client.step(n)` it is part of that step.
 
+        With `resume=` instead of prompts, recorded traces that ended with "abort" or "length" go on: the tokens they
+        have are computed again under replay of their rows, and each comes back as one trace, with the old logprobs and
+        weight versions. `max_tokens` counts the whole completion. The sample is a new one of this step: `run/4/3.0-0/1`
+        goes on where `run/3/0-0/1` ended, in its group and with its random numbers.
+
+        `routed_experts_start_len` leaves out the rows below that position, which an earlier turn delivered.
+
         Raises:
             ValueError, TypeError: a prompt or parameter does not fit, with its index; nothing was started.
             StepExistsError: the step is committed already; nothing was started.
         """
-        checked = self._requests.check(prompts, num_samples, sampling_params, prompt_keys, metadata)
+        asked = num_samples, sampling_params, prompt_keys, metadata, routed_experts_start_len
+        checked = self._checked(prompts, resume, *asked)
         return self._begin(checked, step).collect()
 
     async def sample_async(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | None = None,
         *,
+        resume: Sequence[Trace] | None = None,
         num_samples: int = 1,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         step: int | None = None,
         prompt_keys: Sequence[str] | None = None,
         metadata: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        routed_experts_start_len: int | Sequence[int] = 0,
     ) -> list[Trace]:
         """`sample` for asyncio: other coroutines run meanwhile, and may sample too.
 
         Steps and calls are numbered in the order in which the coroutines start. Cancelling aborts and commits nothing.
         """
-        checked = self._requests.check(prompts, num_samples, sampling_params, prompt_keys, metadata)
+        asked = num_samples, sampling_params, prompt_keys, metadata, routed_experts_start_len
+        checked = self._checked(prompts, resume, *asked)
         running = self._begin(checked, step)
         return await in_thread(running.collect, name="moe-rollout-sample", on_cancel=running.abort)
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | None = None,
         *,
+        resume: Sequence[Trace] | None = None,
         num_samples: int = 1,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         step: int | None = None,
         prompt_keys: Sequence[str] | None = None,
         metadata: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        routed_experts_start_len: int | Sequence[int] = 0,
         as_refs: bool = False,
     ) -> Generator[Any, None, None]:
         """Yield traces as they finish; the step is committed after the last. Leaving early aborts and commits nothing.
@@ -181,12 +197,13 @@ class RolloutClient:
             raise ValueError("as_refs=True leaves the traces in the object store, reward_fn needs them here: use one")
         if as_refs and not self._parties.backend.has_refs:
             raise ValueError("as_refs=True needs RolloutClient.ray: a local engine has no references")
-        checked = self._requests.check(prompts, num_samples, sampling_params, prompt_keys, metadata)
+        asked = num_samples, sampling_params, prompt_keys, metadata, routed_experts_start_len
+        checked = self._checked(prompts, resume, *asked)
         self._parties.steps.check(step)
         return self._stream(checked, step, self._parties.steps.open_step, as_refs)
 
     def _stream(
-        self, checked: CheckedCall, step: int | None, inside: int | None, as_refs: bool
+        self, checked: CheckedCall | ResumedCall, step: int | None, inside: int | None, as_refs: bool
     ) -> Generator[Any, None, None]:
         """The step is claimed here, with the first trace: a stream that nobody reads holds none."""
         if self._parties.steps.open_step != inside:
@@ -228,6 +245,31 @@ class RolloutClient:
         finally:
             self._parties.end_step(step, committed)
 
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling everywhere; returns when no forward is under way. Calls made meanwhile wait for `resume`.
+
+        Args:
+            mode: "keep": what runs stays where it is. "wait": what has begun ends first. "abort": everything ends now;
+                a trace of k delivered tokens has its P + k - 1 rows and can be continued with `sample(resume=)`.
+                "yield": what runs gives up its keys and values, and recomputes them under replay afterwards.
+        """
+        self._check_open()
+        self._parties.backend.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._check_open()
+        self._parties.backend.resume()
+
+    def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
+        """End samples that wait or run, from any thread. The call that asked for them returns them as they are.
+
+        Raises:
+            ValueError: one of them is not known, or its trace was taken; nothing is aborted.
+        """
+        self._check_open()
+        self._parties.backend.abort(sample_ids)
+
     def update_weights(self, source: Any, version: int) -> None:
         """Replace the weights everywhere; rows sampled from now on carry `version`.
 
@@ -257,12 +299,22 @@ class RolloutClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _checked(
+        self, prompts: Sequence[Prompt] | None, resume: Sequence[Trace] | None, *asked: Any
+    ) -> CheckedCall | ResumedCall:
+        if resume is None:
+            return self._requests.check(prompts or (), *asked)
+        num_samples, sampling_params, *others = asked
+        if prompts is not None or num_samples != 1 or any(others):
+            raise ValueError("resume= takes sampling_params and step only: prompts and all else are the traces' own")
+        return self._requests.check_resume(resume, sampling_params)
+
     def _load_tokenizer(self) -> Any:
         from rollout.loader import load_tokenizer
 
         return load_tokenizer(str(self.info.tokenizer_path), self.info.trust_remote_code)
 
-    def _begin(self, checked: CheckedCall, step: int | None) -> RunningCall:
+    def _begin(self, checked: CheckedCall | ResumedCall, step: int | None) -> RunningCall:
         self._check_open()
         call = self._parties.steps.begin(step)
         return RunningCall(self._parties, call, checked.requests(call.step, call.number))

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from rollout.backend import SampleRequest
+from rollout.backend import PauseMode, SampleRequest
 from rollout.capture import RequestRoutes
 from rollout.model_runner import GenerationBatchResult, ModelRunner
 from rollout.request import Request
@@ -77,7 +75,13 @@ class Engine:
         self._on_finish = on_finish
         self._in_flight: deque[GenerationBatchResult] = deque()
         self._launched = False
+        self._held = False
         self.step = self.overlap_loop if overlap else self.normal_loop
+
+    @property
+    def resting(self) -> bool:
+        """A step would do nothing until a request comes or `resume` is called."""
+        return not self._in_flight and (self._held or self._scheduler.waits)
 
     @property
     def idle(self) -> bool:
@@ -89,7 +93,7 @@ class Engine:
         entry = Request(
             request=request,
             stop=StopChecker(request.sampling_params, self._eos_token_ids, self._tokenizer),
-            random_key=stream_key(request.seed, request.sample_id),
+            random_key=stream_key(request.seed, request.stream_id or request.sample_id),
             routes=None,
             weight_version=self.weight_version,
             wanted=RequestLogprobs.wanted_by(request.sampling_params, len(request.prompt_ids)),
@@ -101,19 +105,14 @@ class Engine:
         try:
             if self._runner.capturer is not None:
                 request.routes = RequestRoutes(self._spec, request.max_rows)
-                self._freeze(request.routes, request.request.routes)
+            if request.request.start is not None and self._runner.forcing is None:
+                raise ValueError(f"{type(self._runner.model).__name__} cannot compute tokens under replay")
+            request.restore()
         except Exception as error:
             self._scheduler.add(request)
             self._end_with(request, error)
         else:
             self._scheduler.add(request)
-
-    def _freeze(self, routes: RequestRoutes, given: np.ndarray | None) -> None:
-        if given is None:
-            return
-        if self._runner.forcing is None:
-            raise ValueError(f"{type(self._runner.model).__name__} cannot compute tokens under replay")
-        routes.extend(0, given)
 
     def overlap_loop(self) -> None:
         """One turn: launch the next step, then process the one before it."""
@@ -133,6 +132,23 @@ class Engine:
             if request.finish_reason is None:
                 self._finish(request, "abort", None)
 
+    def pause(self, mode: PauseMode) -> None:
+        """Launch nothing more; with "wait" only what has begun. See Backend.pause."""
+        if mode == "abort":
+            self.abort(self._scheduler.requests())
+        elif mode == "yield":
+            self.yield_all()
+        self._scheduler.admits_new = False
+        self._held = mode != "wait"
+
+    def resume(self) -> None:
+        """Go on."""
+        self._scheduler.admits_new, self._held = True, False
+
+    def check(self) -> None:
+        """Every slot and row has one owner or none. Raises RuntimeError naming what leaked."""
+        self._scheduler.check()
+
     def yield_all(self) -> None:
         """All running requests give up their slots. They recompute them under replay of their rows."""
         self.drain()
@@ -145,7 +161,7 @@ class Engine:
             self._process(self._in_flight.popleft())
 
     def _launch_next(self) -> None:
-        batch = self._scheduler.schedule()
+        batch = [] if self._held else self._scheduler.schedule()
         self._launched = bool(batch)
         if not batch:
             return

@@ -6,93 +6,21 @@ import atexit
 import logging
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal
 
-import numpy as np
-import pyarrow as pa
-
-from rollout.backend import ModelInfo, SampleRequest
+from rollout.backend import ModelInfo, PauseMode, SampleRequest, check_pause_mode, known_samples
 from rollout.build import BuiltEngine, build_engine
 from rollout.config import EngineOptions
+from rollout.local_stream import LocalStream, Outbox
 from rollout.request import Request
-from rollout.stops import PARTIAL, cut_at_stop
-from storage.schema import to_table
-from storage.trace import RoutingSpec, Trace
+from rollout.traces import trace_of
+from storage.trace import Trace
 
 logger = logging.getLogger(__name__)
-Outbox: TypeAlias = "queue.SimpleQueue[Request | BaseException]"
-
-
-@dataclass(frozen=True)
-class LocalFinished:
-    """One finished trace in memory."""
-
-    trace: Trace
-    spec: RoutingSpec
-    ref: None = None
-
-    def traces(self) -> list[Trace]:
-        """The trace."""
-        return [self.trace]
-
-    def table(self) -> pa.Table:
-        """The trace as one row."""
-        return to_table([self.trace], self.spec)
-
-
-class LocalStream(Iterator[LocalFinished]):
-    """The traces of one `LocalBackend.stream` call.
-
-    At most `window` requests are submitted and not yet taken, so a consumer that pauses holds a bounded number of
-    results. `close` is for the thread that iterates, `abort` for any other.
-    """
-
-    def __init__(self, backend: LocalBackend, requests: Sequence[SampleRequest]) -> None:
-        self._backend = backend
-        self._pending = deque(requests)
-        self._outbox: Outbox = queue.SimpleQueue()
-        self._submitted: list[list[Request]] = []
-        self._open = 0
-        self._aborted = False
-
-    def __next__(self) -> LocalFinished:
-        self._submit()
-        if not self._open:
-            raise StopIteration
-        ended = self._outbox.get()
-        if isinstance(ended, BaseException):
-            self._open = 0
-            self._pending.clear()
-            raise ended
-        self._open -= 1
-        return LocalFinished(self._backend.trace(ended), self._backend.info.spec)
-
-    def _submit(self) -> None:
-        window = self._backend.window
-        count = min(len(self._pending), window - self._open)
-        if count > window // 2 or (count and not self._open):
-            entries = self._backend.submit([self._pending.popleft() for _ in range(count)], self._outbox)
-            self._submitted.append(entries)
-            self._open += count
-            if self._aborted:
-                self._backend.abort(entries)
-
-    def abort(self) -> None:
-        """End all requests now, from any thread: the iterator yields the rest with finish_reason "abort"."""
-        self._aborted = True
-        for entries in list(self._submitted):
-            self._backend.abort(entries)
-
-    def close(self) -> None:
-        """Abort the rest and end the iteration."""
-        self._pending.clear()
-        if self._open:
-            self.abort()
-            self._open = 0
 
 
 class LocalBackend:
@@ -112,6 +40,8 @@ class LocalBackend:
         self._built: BuiltEngine = build_engine(str(model), self.options, self._on_finish)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outboxes: dict[Request, Outbox] = {}
+        self._streams: weakref.WeakSet[LocalStream] = weakref.WeakSet()
+        self._pausing: list[Future[None]] = []
         self._dead: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()  # no command is queued behind the one that stops the engine
@@ -136,7 +66,38 @@ class LocalBackend:
 
     def stream(self, requests: Sequence[SampleRequest]) -> LocalStream:
         """Each request's trace once, as they finish. Closing the stream aborts the rest."""
-        return LocalStream(self, requests)
+        stream = LocalStream(self, requests)
+        with self._lock:
+            self._streams.add(stream)
+        return stream
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """See Backend.pause."""
+        check_pause_mode(mode)
+        if mode == "abort":
+            self.abort("all")
+        at_rest: Future[None] = Future()
+
+        def pause() -> None:
+            self._built.engine.pause(mode)
+            self._pausing.append(at_rest)
+
+        self._call(pause)
+        at_rest.result()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._call(self._built.engine.resume)
+
+    def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
+        """See Backend.abort. A sample is known until its trace is taken."""
+        with self._lock:
+            streams = list(self._streams)
+        known = {sample_id for stream in streams for sample_id in stream.outstanding()}
+        wanted = known_samples(sample_ids, known)
+        for stream in streams:
+            stream.discard(wanted)
+        self._post(lambda: self._built.engine.abort([e for e in self._outboxes if e.request.sample_id in wanted]))
 
     def update_weights(self, source: Any, version: int) -> None:
         """Copy a state dict (names as in `model.state_dict()`) into the idle engine; rows from now on carry `version`.
@@ -156,9 +117,9 @@ class LocalBackend:
         self._thread.join()
         atexit.unregister(self.close)
 
-    def submit(self, requests: Sequence[SampleRequest], outbox: Outbox) -> list[Request]:
+    def submit(self, requests: Sequence[SampleRequest], outbox: Outbox, unwanted: set[str]) -> list[Request]:
         """Queue requests for the engine; each comes back through `outbox` when it has ended, or the error that ended
-        the engine does. The list fills as the engine takes them.
+        the engine does. The list fills as the engine takes them. The `unwanted` ones end at once.
 
         Raises:
             RuntimeError: this engine is closed.
@@ -175,11 +136,13 @@ class LocalBackend:
                 entries.append(entry)
                 self._outboxes[entry] = outbox
                 self._built.engine.add(entry)
+                if request.sample_id in unwanted:
+                    self._built.engine.abort([entry])
 
         self._post(add)
         return entries
 
-    def abort(self, entries: list[Request]) -> None:
+    def abort_requests(self, entries: list[Request]) -> None:
         """End these requests now, from any thread; they come back with finish_reason "abort"."""
         self._put(lambda: self._built.engine.abort(entries))
 
@@ -218,7 +181,7 @@ class LocalBackend:
     def _run(self) -> None:
         try:
             while self._receive():
-                if not self._built.engine.idle:
+                if not self._built.engine.resting:
                     self._built.engine.step()
         except BaseException as error:
             logger.exception("the engine stopped")
@@ -230,13 +193,23 @@ class LocalBackend:
             for outbox in {id(box): box for box in self._outboxes.values()}.values():
                 outbox.put(error)
         finally:
+            while self._pausing:
+                self._pausing.pop().set_exception(RuntimeError("this engine is closed"))
             self._built.close()
+
+    def _rest(self) -> None:
+        """The engine has come to rest: nothing may have leaked, and whoever waits for a pause has it."""
+        self._built.engine.check()
+        while self._pausing:
+            self._pausing.pop().set_result(None)
 
     def _receive(self) -> bool:
         """Run the commands that wait; block for one when idle. False to stop."""
         while True:
+            if resting := self._built.engine.resting:
+                self._rest()
             try:
-                command = self._commands.get(block=self._built.engine.idle)
+                command = self._commands.get(block=resting)
             except queue.Empty:
                 return True
             if command is None:
@@ -245,56 +218,5 @@ class LocalBackend:
             command()
 
     def trace(self, request: Request) -> Trace:
-        """The trace of an ended request; its arrays are read-only, as they are over Ray."""
-        params = request.request.sampling_params
-        text = self._text_or_error(request)
-        return Trace(
-            sample_id=request.request.sample_id,
-            step=request.request.step,
-            prompt_ids=list(request.request.prompt_ids),
-            completion_ids=request.output_ids,
-            logprobs=_frozen(np.array(request.logprobs, np.float32)),
-            raw_logprobs=_frozen(np.array(request.raw_logprobs, np.float32)),
-            routed_experts=self._routes(request),
-            finish_reason=request.finish_reason or "error",
-            stop_reason=request.stop_reason,
-            weight_version=request.weight_version,
-            weight_versions=request.weight_spans(),
-            seed=request.request.seed,
-            sampling_params=params.model_dump(mode="json"),
-            text=text,
-            metadata=request.request.metadata,
-            error=request.error,
-            **(request.wanted.trace_fields(len(request.output_ids)) if request.wanted is not None else {}),
-        )
-
-    @staticmethod
-    def _routes(request: Request) -> np.ndarray | None:
-        """None when ended before the first token; a row behind the last delivered token is left out."""
-        ended_early = request.finish_reason in ("abort", "error")
-        if request.routes is None or (ended_early and not request.output_ids):
-            return None
-        limit = request.prompt_len + len(request.output_ids) - 1 if ended_early else None
-        return _frozen(request.routes.take(limit))
-
-    def _text_or_error(self, request: Request) -> str | None:
-        try:
-            return self._text(request)
-        except Exception as error:  # a tokenizer that cannot decode what the model drew: this request's error alone
-            request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
-            return None
-
-    def _text(self, request: Request) -> str | None:
-        tokenizer = self._built.tokenizer
-        if tokenizer is None:
-            return None
-        text = tokenizer.decode(request.output_ids, skip_special_tokens=True)
-        if not isinstance(request.stop_reason, str):
-            return text
-        before = tokenizer.decode(request.output_ids[:-1], skip_special_tokens=True)
-        return cut_at_stop(text, request.stop_reason, len(before.rstrip(PARTIAL)))
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
+        """The trace of an ended request."""
+        return trace_of(request, self._built.tokenizer)

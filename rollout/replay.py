@@ -15,6 +15,7 @@ from rollout.calibrate import check_mode, plans_of
 from rollout.forcing import ForcedSelection, native_choice
 from rollout.packing import check_packable
 from rollout.router import RouterForward, wrapped_forwards
+from rollout.start import check_distinct
 from storage.batch import ReplayBatch
 from storage.sites import find_routers
 from storage.trace import RoutingSpec
@@ -154,22 +155,8 @@ class RouterReplay:
                 "ReplayBatch.collate(traces, spec=replay.spec) makes a batch of traces"
             )
         ids = self.spec.check_routes(ids, name="replay")
-        self._check_distinct(ids, mask)
+        check_distinct(self.spec, ids, mask)
         return torch.from_numpy(ids.copy()), None if mask is None else torch.from_numpy(mask.copy())
-
-    def _check_distinct(self, ids: np.ndarray, mask: np.ndarray | None) -> None:
-        """A missing row that was filled with zeros would send all of a token to expert 0: refuse it here."""
-        for index, site in enumerate(self.spec.sites):
-            ranked = np.sort(ids[:, index, : site.top_k], axis=-1)
-            twice = (ranked[:, 1:] == ranked[:, :-1]).any(-1)
-            if mask is not None:
-                twice &= mask
-            if twice.any():
-                row = int(twice.argmax())
-                raise ValueError(
-                    f"row {row} at site {index} ({site.name}) names an expert twice: {ids[row, index].tolist()}; "
-                    "a row that was not recorded must be masked, not filled"
-                )
 
     def _forced(self, site: int, forward: RouterForward, rows: _Rows) -> RouterForward:
         (name, _, _, top_k), plan = self.spec.sites[site], self._plans[site]

@@ -72,6 +72,21 @@ class Request:
         """Part of the known tokens was not launched yet."""
         return self.computed < self.known
 
+    def restore(self) -> None:
+        """Take over what was computed before it was submitted."""
+        start = self.request.start
+        if start is None:
+            return
+        if self.routes is not None:
+            self.routes.extend(0, start.routed_experts)
+        self.output_ids, self.logprobs = list(start.completion_ids), list(start.logprobs)
+        self.raw_logprobs = list(start.raw_logprobs)
+        if self.output_ids:
+            self.stop(self.output_ids)  # what was read is not searched again
+        if start.weight_versions:
+            self._versions = [(span.version, span.row_start) for span in start.weight_versions]
+            self._rows_launched = len(start.routed_experts)
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Known token ids `[start, end)`."""
         prompt = self.request.prompt_ids

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rollout.backend import ModelInfo, SampleRequest
+from rollout.backend import ModelInfo, SampleRequest, Start
 from rollout.sampling import SamplingParams
+from rollout.start import ResumedCall, check_resumable, params_of
+from storage.trace import Trace
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or the messages of a conversation, which the tokenizer's chat template makes token ids."""
@@ -29,14 +31,32 @@ class CheckedCall:
     prompt_keys: list[str] | None
     metadata: list[dict[str, Any]]
     bad_word_ids: list[tuple[tuple[int, ...], ...]]
+    starts: list[Start | None]
+    route_starts: list[int]
 
     def requests(self, step: int, call: int) -> list[SampleRequest]:
         """In prompt order, the samples of one prompt side by side."""
         keys = self.prompt_keys or [f"{call}-{index}" for index in range(len(self.prompt_ids))]
-        prompts = zip(keys, self.prompt_ids, self.sampling_params, self.metadata, self.bad_word_ids, strict=True)
+        columns = (
+            self.prompt_ids,
+            self.sampling_params,
+            self.metadata,
+            self.bad_word_ids,
+            self.starts,
+            self.route_starts,
+        )
         return [
-            SampleRequest(f"{self.run}/{step}/{key}/{j}", step, ids, params, deepcopy(facts), bad_words)
-            for key, ids, params, facts, bad_words in prompts
+            SampleRequest(
+                f"{self.run}/{step}/{key}/{j}",
+                step,
+                ids,
+                own,
+                deepcopy(given),
+                bad_words,
+                start=start,
+                routed_experts_start_len=route_start,
+            )
+            for key, ids, own, given, bad_words, start, route_start in zip(keys, *columns, strict=True)
             for j in range(self.num_samples)
         ]
 
@@ -60,8 +80,10 @@ class RequestBuilder:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_keys: Sequence[str] | None = None,
         metadata: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        routed_experts_start_len: int | Sequence[int] = 0,
+        starts: Sequence[Start | None] | None = None,
     ) -> CheckedCall:
-        """Everything of a call but its step.
+        """Everything of a call but its step. `starts`: what of each prompt was computed before.
 
         Raises:
             ValueError, TypeError: naming the index of the prompt that does not fit, and why.
@@ -83,7 +105,33 @@ class RequestBuilder:
         bad_words = [self._bad_word_ids(index, params[index]) for index in range(count)]
         drawn = {"seed": secrets.randbits(62)}  # here, not in an engine: a retry elsewhere continues the same stream
         seeded = [p if p.seed is not None else p.model_copy(update=drawn) for p in params]
-        return CheckedCall(self.run, num_samples, ids, seeded, keys, facts, bad_words)
+        route_starts = _per_prompt("routed_experts_start_len", routed_experts_start_len, count, int)
+        for index, route_start in enumerate(route_starts):
+            _check_route_start(index, route_start, len(ids[index]))
+        given: list[Start | None] = [None] * count if starts is None else list(starts)
+        return CheckedCall(self.run, num_samples, ids, seeded, keys, facts, bad_words, given, route_starts)
+
+    def check_resume(
+        self, traces: Sequence[Trace], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> ResumedCall:
+        """Recorded traces to go on with, each under its own parameters unless others are given.
+
+        Raises:
+            ValueError, TypeError: naming the index and the sample that cannot be continued exactly, and why.
+        """
+        if isinstance(traces, Trace) or not isinstance(traces, Sequence) or not traces:
+            raise TypeError(f"resume must be a non-empty list of traces, got {traces!r:.80}")
+        for index, trace in enumerate(traces):
+            check_resumable(index, trace, self.info)
+        given: list[SamplingParams | None] = [None] * len(traces)
+        if sampling_params is not None:
+            given = _per_prompt("sampling_params", sampling_params, len(traces), SamplingParams)
+        params = [params_of(index, trace, own) for index, (trace, own) in enumerate(zip(traces, given, strict=True))]
+        for index, trace in enumerate(traces):
+            self._check(index, tuple(trace.prompt_ids), params[index])
+        drawn = {"seed": secrets.randbits(62)}
+        seeded = [p if p.seed is not None else p.model_copy(update=drawn) for p in params]
+        return ResumedCall(self.run, list(traces), seeded, [self._bad_word_ids(i, p) for i, p in enumerate(params)])
 
     def _prompt_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
         try:
@@ -173,6 +221,14 @@ def _spellings(tokenizer: Any, word: str) -> Iterator[tuple[int, ...]]:
     yield bare
     if len(spaced) == len(bare) and spaced[0] != bare[0]:
         yield spaced
+
+
+def _check_route_start(index: int, route_start: int, prompt_len: int) -> None:
+    if not 0 <= route_start < prompt_len:
+        raise ValueError(
+            f"routed_experts_start_len of prompt {index} is {route_start}, need [0, {prompt_len}): as many rows as an "
+            "earlier turn delivered"
+        )
 
 
 def _check_json(index: int, metadata: dict[str, Any]) -> None:

@@ -85,6 +85,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self.admits_new = True
         self._preempts = preempts
         self._store = store or NoStore()
         self._max_running = max_running_requests
@@ -101,6 +102,14 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing waits and nothing runs."""
         return not self.waiting and not self.running
+
+    @property
+    def waits(self) -> bool:
+        """Nothing runs, and nothing that may begin waits."""
+        return not self.running and not (self.waiting and self._may_begin(self.waiting[0]))
+
+    def _may_begin(self, request: Request) -> bool:
+        return self.admits_new or request.yielded
 
     def requests(self) -> Iterator[Request]:
         """All requests, running ones first."""
@@ -169,7 +178,9 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _admit(self, request: Request) -> bool:
-        if not self._rows or request.in_flight:  # what it sampled is not on the host yet
+        if (
+            not self._rows or not self._may_begin(request) or request.in_flight
+        ):  # what it sampled is not on the host yet
             return False
         request.begin()
         capacity = self._capacity(request)

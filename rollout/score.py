@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.backend import Backend, ModelInfo, SampleRequest
+from rollout.backend import Backend, ModelInfo, SampleRequest, Start
 from rollout.requests import RequestBuilder
 from rollout.sampling import SamplingParams
 from storage.trace import Trace
@@ -63,7 +63,7 @@ def score_requests(
     if not replay:
         return requests
     routes = [_routes_of(index, sequence, builder.info) for index, sequence in enumerate(sequences)]
-    return [replace(request, routes=rows) for request, rows in zip(requests, routes, strict=True)]
+    return [replace(request, start=Start(rows)) for request, rows in zip(requests, routes, strict=True)]
 
 
 def _routes_of(index: int, sequence: Trace | Sequence[int], info: ModelInfo) -> np.ndarray:

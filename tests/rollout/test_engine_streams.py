@@ -66,7 +66,7 @@ def test_an_aborted_request_keeps_what_was_delivered(path, overlap_off, oracle):
             stream = client.stream(prompts(4), sampling_params=[greedy(1), greedy(50), greedy(50), greedy(50)], step=0)
             first = next(stream)
             running = {request.request.sample_id: request for request in parts_of(client)[1].requests()}
-            client.backend.abort([running["run/0/0-1/0"]])
+            client.abort(["run/0/0-1/0"])
             release.set()
         traces = {trace.sample_id: trace for trace in stream}
         assert_all_free(client, 3)
@@ -86,7 +86,9 @@ def test_aborting_a_waiting_request_leaves_no_routes(path):
             thread = threading.Thread(target=lambda: consumer.extend(stream))
             thread.start()
             wait_until(lambda: client.backend.stats.forwards >= 3)
-            client.backend.abort([r for r in parts_of(client)[1].requests() if r.request.sample_id == "run/0/0-1/0"])
+            client.backend.abort_requests(
+                [r for r in parts_of(client)[1].requests() if r.request.sample_id == "run/0/0-1/0"]
+            )
             release.set()
             thread.join()
         assert_all_free(client, 1)
