@@ -98,6 +98,13 @@ def write_annotation(store: Store, step: int, samples: Mapping[str, Facts]) -> s
             continue  # another annotator took the number
 
 
+def drop_annotations(store: Store, below: int) -> None:
+    """Remove the annotations of steps below `below`."""
+    for name in store.names(_FOLDER):
+        if (step := step_of_folder(name)) is not None and step < below:
+            store.remove(f"{_FOLDER}/{name}")
+
+
 def check_facts(sample_id: str, facts: Any) -> None:
     """ValueError unless `facts` is a dict of text keys with a finite number, or None, as `reward`."""
     if not isinstance(facts, Mapping) or not all(isinstance(key, str) for key in facts):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from storage.errors import MissingDataError
 from storage.index import Index
 from storage.manifest import Manifest, PartFile, read_manifest, step_of_folder
 from storage.retention import first_kept_step
 from storage.store import Root, Stamp, Store, open_store
 
 MANIFESTS_IN_MEMORY = 256
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -21,6 +23,11 @@ class Place(NamedTuple):
     file: PartFile
     start: int
     stop: int
+
+    @property
+    def folder(self) -> str:
+        """The folder of the file."""
+        return self.name.partition("/")[0]
 
     @property
     def sample_ids(self) -> list[str]:
@@ -83,15 +90,21 @@ class Catalog:
     def num_samples(self) -> int:
         """Samples of all steps; a manifest is read only where the index does not know it as it is now."""
         index = self.index()
-        return sum(self._count(index, step) for step in self.steps)
+        return self.retry(lambda: sum(self._count(index, step) for step in self.steps))
 
     def find(self, sample_id: str) -> tuple[Place, int] | None:
         """The file and the row in it of a sample. What an index says is looked up in the manifest."""
-        for step in self._candidates(sample_id):
-            for place in self.places(step):
-                if sample_id in place.sample_ids:
-                    return place, place.start + place.sample_ids.index(sample_id)
-        return None
+        places = (place for step in self._candidates(sample_id) for place in self.places(step))
+        found = next((place for place in places if sample_id in place.sample_ids), None)
+        return None if found is None else (found, found.file.sample_ids.index(sample_id, found.start))
+
+    def retry(self, read: Callable[[], T]) -> T:
+        """What `read` returns; if it misses a file, once more after a refresh: steps may have been compacted since."""
+        try:
+            return read()
+        except MissingDataError:
+            self.refresh()
+            return read()
 
     def index(self) -> Index:
         """The index, without what it says about manifests that have changed since."""

@@ -28,6 +28,9 @@ class CommittedSamples:
     def refresh(self) -> None:
         """See what was committed since."""
         self._catalog.refresh()
+        self._catalog.retry(self._add_new)
+
+    def _add_new(self) -> None:
         for step in self._catalog.steps:
             folder = self._catalog.folder(step)
             if folder not in self._index.samples and folder not in self._seen:

@@ -14,7 +14,9 @@ import pyarrow.compute as pc
 
 from storage.annotations import Annotations, write_annotation
 from storage.catalog import Catalog
+from storage.compact import compact, remove_superseded
 from storage.manifest import read_spec
+from storage.retention import keep_from
 from storage.scan import Sources, iter_batches, iter_traces, read_sample
 from storage.schema import COLUMNS, from_table, trace_schema
 from storage.store import Root, is_remote, local_path, open_store
@@ -151,6 +153,23 @@ class TraceDataset:
 
         places = {"rank": rank, "world_size": world_size}
         return TraceStream(self._sources, self._chosen(step), shuffle_buffer=shuffle_buffer, seed=seed, **places)
+
+    def compact(self, max_bytes: int = 256 << 20) -> list[str]:
+        """Merge many small steps into packs of about `max_bytes`; see `storage.compact.compact`. Steps, samples and
+        annotations stay what they are. Other programs find the files with `traces/*-*/*.parquet`."""
+        packs = compact(self._sources.store, max_bytes)
+        self.refresh()
+        return packs
+
+    def keep_from(self, step: int) -> None:
+        """Drop every step below `step` for good: readers lose them at once, then their files are deleted.
+
+        >>> ds.keep_from(100); ds.steps[0]
+        100
+        """
+        keep_from(self._sources.store, step)
+        remove_superseded(self._sources.store)
+        self.refresh()
 
     def build_index(self) -> None:
         """Write or renew the index, a cache that saves reading every manifest; a TraceWriter does so when it closes."""

@@ -29,3 +29,7 @@ class DuplicateSampleError(DatasetError):
 
 class DamagedDataError(DatasetError):
     """A committed file is missing, cut short or altered."""
+
+
+class MissingDataError(DamagedDataError):
+    """A committed file is not there. Readers look again first: it may have been compacted or dropped."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from storage.errors import DamagedDataError, FormatVersionError
+from storage.errors import DamagedDataError, FormatVersionError, MissingDataError
 from storage.schema import FORMAT_VERSION, check_version
 from storage.trace import RoutingSpec
 
@@ -164,6 +164,8 @@ def read_manifest(store: Store, folder: str) -> Manifest:
         manifest = Manifest.from_json(store.read(name))
         if (step := step_of_folder(folder)) is not None and manifest.step != step:
             raise ValueError(f"it is the manifest of step {manifest.step}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingDataError(f"{store.url(name)} is missing; restore it, or remove the directory") from error
     except UNREADABLE as error:
         raise DamagedDataError(f"{store.url(name)}: {type(error).__name__}: {error}") from error
     return manifest

@@ -6,6 +6,7 @@ import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,11 +20,11 @@ _SMALL = ("sample_id", "group_id", "step", "weight_version", "finish_reason", "r
 
 
 class PartWriter:
-    """Writes `path` in row groups of at most 16 samples or about 32 MiB, buffering at most one row group."""
+    """Writes `file` in row groups of at most 16 samples or about 32 MiB, buffering at most one row group."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    def __init__(self, file: DigestFile, schema: pa.Schema) -> None:
         self.sample_ids: list[str] = []
-        self._file = _DigestFile(path)
+        self._file = file
         self._pending = schema.empty_table()
         self._parquet = pq.ParquetWriter(
             self._file,
@@ -72,38 +73,52 @@ class PartWriter:
         self._pending = self._pending.slice(rows)
 
 
-class _DigestFile:
+class DigestFile:
     """Hashes what it writes. After `discard` it swallows the footer that pyarrow insists on writing."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb")  # noqa: SIM115 (closed by sync_and_close or discard)
+    def __init__(self, file: Any) -> None:
+        self._file = file
         self._hash = hashlib.sha256()
         self._bytes = 0
+        self._taking = True
         self.closed = False
+
+    @classmethod
+    def create(cls, path: Path) -> DigestFile:
+        """A new file on disk; FileExistsError when it exists."""
+        return cls(open(path, "xb"))
 
     @property
     def sha256(self) -> str:
+        """Digest of the bytes so far."""
         return self._hash.hexdigest()
 
     def tell(self) -> int:
+        """Bytes so far."""
         return self._bytes
 
     def write(self, data: bytes) -> int:
-        if not self._file.closed:
+        """Append; dropped after `discard`."""
+        if self._taking:
             self._file.write(data)
             self._hash.update(data)
         self._bytes += len(data)
         return len(data)
 
     def flush(self) -> None:
-        if not self._file.closed:
+        """Hand what is buffered to the operating system."""
+        if self._taking:
             self._file.flush()
 
     def sync_and_close(self) -> None:
+        """Wait until the bytes are on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._taking = False
         self._file.close()
 
     def discard(self) -> None:
+        """Stop writing."""
+        self._taking = False
         with suppress(OSError):  # the unflushed bytes of a file that is thrown away
             self._file.close()

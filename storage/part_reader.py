@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
-from storage.errors import DamagedDataError, DatasetError
+from storage.errors import DamagedDataError, DatasetError, MissingDataError
 from storage.schema import check_same_spec, conform, from_table, spec_of, table_problems, trace_schema
 from storage.store import Store
 from storage.trace import RoutingSpec, Trace
@@ -39,11 +39,8 @@ class PartReader:
 
     @classmethod
     def open(cls, store: Store, name: str, spec: RoutingSpec) -> PartReader:
-        """The part file `name`; DamagedDataError when it is missing."""
-        try:
-            return cls(store.open(name), store.url(name), spec)
-        except FileNotFoundError as error:
-            raise missing(store.url(name)) from error
+        """The part file `name`; MissingDataError when there is none."""
+        return cls(open_part(store, name), store.url(name), spec)
 
     def __enter__(self) -> PartReader:
         return self
@@ -131,6 +128,11 @@ class PartReader:
             ) from error
 
 
-def missing(url: str) -> DamagedDataError:
-    """The error for a file that a manifest lists and that is not there."""
-    return DamagedDataError(f"{url} is missing; restore it, or remove its step and sample that again")
+def open_part(store: Store, name: str) -> Any:
+    """The part file `name`, not looked into yet; MissingDataError when there is none."""
+    try:
+        return store.open(name)
+    except FileNotFoundError as error:
+        raise MissingDataError(
+            f"{store.url(name)} is missing; restore it, or remove its step and sample that again"
+        ) from error

@@ -14,9 +14,9 @@ import pyarrow.dataset as pads
 
 from storage.annotations import Annotations, join
 from storage.catalog import Catalog, Place
-from storage.errors import DamagedDataError
+from storage.errors import MissingDataError
 from storage.part import ROW_GROUP_SAMPLES
-from storage.part_reader import PartReader, missing
+from storage.part_reader import PartReader, open_part
 from storage.schema import COLUMNS
 from storage.store import Store
 from storage.trace import RoutingSpec, Trace
@@ -54,16 +54,12 @@ def iter_traces(sources: Sources, steps: Sequence[int]) -> Iterator[Trace]:
 
 def read_sample(sources: Sources, sample_id: str) -> Trace | None:
     """One sample; None when there is none."""
-    found = sources.catalog.find(sample_id)
-    if found is None:
-        return None
-    try:
-        return _read_row(sources, *found)
-    except FileNotFoundError as error:
-        sources.catalog.refresh()  # compacted since the last refresh, or damaged
-        if sources.catalog.find(sample_id) in (None, found):
-            raise missing(sources.store.url(found[0].name)) from error
-        return read_sample(sources, sample_id)
+
+    def read() -> Trace | None:
+        found = sources.catalog.find(sample_id)
+        return None if found is None else next(_read_run(sources, [Row(*found)]))
+
+    return sources.catalog.retry(read)
 
 
 def rows_of(sources: Sources, steps: Sequence[int]) -> list[Place]:
@@ -74,11 +70,22 @@ def rows_of(sources: Sources, steps: Sequence[int]) -> list[Place]:
 def read_rows(sources: Sources, rows: Iterable[Row]) -> Iterator[Trace]:
     """Single rows in the order given. Neighbours that follow one another in a file are read together, up to 16."""
     for run in _runs(rows):
-        place = run[0].place
-        facts = sources.annotations.of(s for s, _ in sources.catalog.manifest(place.name.partition("/")[0]).steps)
-        with PartReader.open(sources.store, place.name, sources.spec) as part:
-            for table in part.tables(run[0].row, run[-1].row + 1):
-                yield from part.decode(join(table, facts) if facts else table)
+        try:
+            yield from list(_read_run(sources, run))
+        except MissingDataError:  # compacted since, perhaps: the sample ids still lead to the samples
+            sources.catalog.refresh()
+            for place, row in run:
+                if (trace := read_sample(sources, place.file.sample_ids[row])) is None:
+                    raise
+                yield trace
+
+
+def _read_run(sources: Sources, run: Sequence[Row]) -> Iterator[Trace]:
+    place = run[0].place
+    with PartReader.open(sources.store, place.name, sources.spec) as part:
+        facts = sources.annotations.of(step for step, _ in sources.catalog.manifest(place.folder).steps)
+        for table in part.tables(run[0].row, run[-1].row + 1):
+            yield from part.decode(join(table, facts) if facts else table)
 
 
 def _runs(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -90,17 +97,6 @@ def _runs(rows: Iterable[Row]) -> Iterator[list[Row]]:
         run.append(row)
     if run:
         yield run
-
-
-def _read_row(sources: Sources, place: Place, row: int) -> Trace:
-    facts = sources.annotations.of(step for step, _ in sources.catalog.manifest(place.name.partition("/")[0]).steps)
-    expected, url = place.file.sample_ids[row], sources.store.url(place.name)
-    with PartReader(sources.store.open(place.name), url, sources.spec) as part:
-        (table,) = part.tables(row, row + 1)
-        (trace,) = part.decode(join(table, facts) if facts else table)
-    if trace.sample_id != expected:
-        raise DamagedDataError(f"{url} row {row} is {trace.sample_id!r}, not {expected!r}")
-    return trace
 
 
 def iter_batches(
@@ -143,17 +139,11 @@ def _parts(sources: Sources, steps: Sequence[int]) -> Iterator[tuple[Place, Part
 
 def _open_together(sources: Sources, steps: list[int], stack: ExitStack) -> list[_Opened]:
     try:
-        return _open(sources, steps, stack)
-    except FileNotFoundError as error:
-        sources.catalog.refresh()  # compacted since the last refresh, or damaged
-        try:
-            return _open(sources, steps, stack)
-        except FileNotFoundError:
-            raise missing(str(error.filename or error)) from error
-        except KeyError:
-            raise ValueError(
-                f"steps {steps} of {sources.store.url('')} were dropped while they were read; refresh() shows the rest"
-            ) from error
+        return sources.catalog.retry(lambda: _open(sources, steps, stack))
+    except KeyError as error:
+        raise ValueError(
+            f"step {error} of {sources.store.url('')} was dropped while it was read; refresh() shows the rest"
+        ) from error
 
 
 def _open(sources: Sources, steps: list[int], stack: ExitStack) -> list[_Opened]:
@@ -165,6 +155,5 @@ def _open(sources: Sources, steps: list[int], stack: ExitStack) -> list[_Opened]
                 joined = place._replace(start=before.place.start)
                 opened.append(_Opened(joined, before.file, [*before.steps, step]))
             else:
-                file = stack.enter_context(sources.store.open(place.name))
-                opened.append(_Opened(place, file, [step]))
+                opened.append(_Opened(place, stack.enter_context(open_part(sources.store, place.name)), [step]))
     return opened

@@ -61,7 +61,9 @@ def open_store(root: Root) -> Store:
     scheme = urlsplit(str(root)).scheme if "://" in str(root) else ""
     if scheme in ("", "file"):
         return LocalStore(local_path(root))
-    raise ValueError(f"{root} is no directory and no file:// URL")
+    from storage.object_store import ObjectStore
+
+    return ObjectStore.from_url(str(root))
 
 
 def is_remote(root: Root) -> bool:

@@ -11,20 +11,20 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import pyarrow as pa
 
 from storage.catalog import Catalog
 from storage.committed import CommittedSamples
-from storage.durable import fsync_directory
 from storage.errors import DuplicateSampleError, StepExistsError
-from storage.manifest import MANIFEST_FILE, read_spec, step_directory, step_folder
-from storage.open_step import OpenStep
+from storage.manifest import DATASET_FILE, MANIFEST_FILE, dataset_json, read_spec, step_folder
+from storage.open_folder import OpenFolder, new_place
 from storage.part import ROW_GROUP_SAMPLES
 from storage.schema import check_same_spec, conform, spec_of, table_problems, to_table
 from storage.staging import check_writable, clean_staging, create_dataset, staging_lock
-from storage.store import LocalStore, Root, local_path
+from storage.store import LocalStore, Root, Store, is_remote, local_path, open_store
 from storage.trace import RoutingSpec, Trace
 
 logger = logging.getLogger(__name__)
@@ -49,16 +49,17 @@ class TraceWriter:
     """
 
     def __init__(self, root: Root, spec: RoutingSpec, *, max_part_bytes: int = 256 << 20) -> None:
-        self.root, self.spec, self.max_part_bytes = local_path(root), spec, max_part_bytes
-        self._store = LocalStore(self.root)
-        create_dataset(self.root, spec)
-        check_writable(self.root)
+        self.root: Any = str(root) if is_remote(root) else local_path(root)
+        self.spec, self.max_part_bytes = spec, max_part_bytes
+        self._store = open_store(root)
+        _prepare(self._store, spec)
         check_same_spec(spec, read_spec(self._store), f"the dataset {self.root}")
-        clean_staging(self.root)
+        if isinstance(self._store, LocalStore):
+            clean_staging(self.root)
         self._catalog = Catalog(self._store)
         self._committed = CommittedSamples(self._catalog)
         self._lock = threading.RLock()
-        self._open: dict[int, OpenStep] = {}
+        self._open: dict[int, OpenFolder] = {}
         self._closed = False
 
     def committed_steps(self) -> list[int]:
@@ -88,7 +89,8 @@ class TraceWriter:
             self._check_new([i for table in tables for i in table.column("sample_id").to_pylist()], step)
             with self._abandoning(step):
                 if step not in self._open:
-                    self._open[step] = OpenStep(self.root, step, self.spec, self.max_part_bytes)
+                    place = new_place(self._store, f"{step:09d}", step_folder(step))
+                    self._open[step] = OpenFolder(place, self.spec, self.max_part_bytes)
                 for table in tables:
                     self._open[step].write(table)
 
@@ -108,8 +110,7 @@ class TraceWriter:
                 )
             with self._abandoning(step):
                 self._publish(step, self._open[step])
-            del self._open[step]
-            fsync_directory(self.root)
+            self._open.pop(step).settle()
             logger.info("committed step %d to %s", step, self.root)
 
     def abandon(self, step: int) -> None:
@@ -190,15 +191,16 @@ class TraceWriter:
         if (owner := self._committed.step_of(sample_id)) is not None:
             raise DuplicateSampleError(f"sample_id {sample_id!r} is committed in step {owner} of {self.root} already")
 
-    def _publish(self, step: int, open_step: OpenStep) -> None:
-        open_step.seal()
-        with staging_lock(self.root):  # writers of this host publish one after the other
+    def _publish(self, step: int, open_step: OpenFolder) -> None:
+        open_step.seal([(step, len(open_step.sample_ids))])
+        local = isinstance(self._store, LocalStore)
+        with staging_lock(self.root) if local else nullcontext():  # writers of this host publish one after the other
             self._committed.refresh()
             self._check_free(step)
             for sample_id in open_step.sample_ids:
                 self._check_not_committed(sample_id)
             try:
-                open_step.publish(step_directory(self.root, step))
+                open_step.publish()
             except FileExistsError as error:  # a writer on another host was faster
                 raise self._step_exists(step) from error
 
@@ -213,3 +215,13 @@ class TraceWriter:
                 raise
             text = f"{error.strerror or error} (step {step} was abandoned and may be written again)"
             raise OSError(error.errno, text, error.filename or str(self.root)) from error
+
+
+def _prepare(store: Store, spec: RoutingSpec) -> None:
+    """Make it a dataset of `spec` unless it is one already; of several racers one does."""
+    if isinstance(store, LocalStore):
+        create_dataset(store.root, spec)
+        check_writable(store.root)
+    else:
+        with suppress(FileExistsError):
+            store.create(DATASET_FILE, dataset_json(spec).encode())

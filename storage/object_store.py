@@ -1,0 +1,185 @@
+"""A dataset in an object store: parts first, then one conditional put of the manifest. Needs `pip install obstore`.
+
+Object stores have no rename and no lock. What they have is a put that succeeds only if the name is free
+(`If-None-Match: *`): the manifest's is the commit, and of several racers exactly one wins it. Credentials, region and
+endpoint come from where the store's own tools find them, such as AWS_REGION and AWS_ENDPOINT_URL.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from storage.manifest import MANIFEST_FILE, is_folder
+from storage.part import DigestFile
+from storage.store import Stamp
+
+MANIFEST = f"/{MANIFEST_FILE}"
+
+
+class ObjectStore:
+    """See `storage.store.Store`. `client` is an obstore store whose root is the dataset.
+
+    >>> store = ObjectStore.from_url("s3://bucket/traces")      # also gs://, az://, memory://
+    """
+
+    def __init__(self, client: Any, url: str) -> None:
+        self.client, self._url = client, url.rstrip("/")
+
+    @classmethod
+    def from_url(cls, url: str) -> ObjectStore:
+        """ImportError, saying what to install, without obstore; ValueError for a scheme it does not know."""
+        try:
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError as error:
+            raise ImportError(f"{url} needs the object store client: pip install 'moe-rollout[objects]'") from error
+        try:
+            return cls(from_url(url), url)
+        except BaseError as error:
+            raise ValueError(f"{url} is no URL of an object store: {error}") from error
+
+    def url(self, name: str) -> str:
+        """See `Store`."""
+        return f"{self._url}/{name}".rstrip("/")
+
+    def read(self, name: str) -> bytes:
+        """See `Store`."""
+        return bytes(self.client.get(name).bytes())
+
+    def open(self, name: str) -> pa.NativeFile:
+        """See `Store`."""
+        size = self.client.head(name)["size"]
+        return pa.PythonFile(_Ranges(self.client, name, size), mode="r")
+
+    def size(self, name: str) -> int | None:
+        """See `Store`."""
+        try:
+            return int(self.client.head(name)["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str = "") -> list[str]:
+        """See `Store`."""
+        found = self.client.list_with_delimiter(folder or None)
+        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    def committed(self) -> dict[str, Stamp]:
+        """See `Store`. Lists every object: what is committed is what has a manifest, and only a listing knows."""
+        stamps = {}
+        for entry in self._list():
+            folder = entry["path"].removesuffix(MANIFEST)
+            if folder != entry["path"] and is_folder(folder):
+                stamps[folder] = Stamp(entry["size"], int(entry["last_modified"].timestamp() * 1e9))
+        return stamps
+
+    def create(self, name: str, data: bytes) -> None:
+        """See `Store`: a put on the condition that there is no such object."""
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            self.client.put(name, data, mode="create")
+        except AlreadyExistsError as error:
+            raise FileExistsError(errno.EEXIST, "already there", self.url(name)) from error
+
+    def replace(self, name: str, data: bytes) -> None:
+        """See `Store`."""
+        self.client.put(name, data)
+
+    def remove(self, name: str) -> None:
+        """See `Store`. The manifest goes first: what has none is not committed."""
+        paths = [entry["path"] for entry in self._list(name)] or [name]
+        for path in sorted(paths, key=lambda path: not path.endswith(MANIFEST)):
+            if self.size(path) is not None:
+                self.client.delete(path)
+
+    def _list(self, folder: str | None = None) -> Iterator[Any]:
+        for batch in self.client.list(folder):
+            yield from batch
+
+
+class ObjectPlace:
+    """See `storage.open_folder.Place`: parts go where they stay, under names that no other writer uses."""
+
+    def __init__(self, store: ObjectStore, target: str) -> None:
+        self._store, self._target, self._unique = store, target, uuid.uuid4().hex
+        self._parts: list[str] = []
+        self._manifest = b""
+
+    def new_part(self, index: int) -> tuple[str, DigestFile]:
+        """See `Place`."""
+        import obstore
+
+        self._parts.append(f"part-{index:05d}-{self._unique}.parquet")
+        writer = obstore.open_writer(self._store.client, f"{self._target}/{self._parts[-1]}")
+        return self._parts[-1], ObjectFile(writer)
+
+    def seal(self, manifest: bytes) -> None:
+        """See `Place`."""
+        self._manifest = manifest
+
+    def publish(self) -> None:
+        """See `Place`."""
+        self._store.create(f"{self._target}/{MANIFEST_FILE}", self._manifest)
+
+    def settle(self) -> None:
+        """See `Place`: a put that has been answered is durable."""
+
+    def remove(self) -> None:
+        """See `Place`. Only parts: nobody else has these names."""
+        for name in self._parts:
+            self._store.remove(f"{self._target}/{name}")
+
+
+class ObjectFile(DigestFile):
+    """A multipart upload. One that is discarded is never completed, so no object appears."""
+
+    def write(self, data: bytes) -> int:
+        """See `DigestFile`."""
+        return super().write(bytes(data))
+
+    def flush(self) -> None:
+        """Parts of an upload are sent when they are full."""
+
+    def sync_and_close(self) -> None:
+        """Complete the upload."""
+        self._taking = False
+        self._file.close()
+
+    def discard(self) -> None:
+        """See `DigestFile`."""
+        self._taking = False
+
+
+class _Ranges(io.RawIOBase):
+    """Reads an object by ranges."""
+
+    def __init__(self, client: Any, name: str, size: int) -> None:
+        self._client, self._name, self._size, self._at = client, name, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size < 0 else min(self._at + size, self._size)
+        if end <= self._at:
+            return b""
+        data = bytes(self._client.get_range(self._name, start=self._at, end=end))
+        self._at += len(data)
+        return data

@@ -1,0 +1,160 @@
+"""Datasets in S3, over HTTP, against a server process on loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from storage import DuplicateSampleError, StepExistsError, TraceDataset, TraceWriter
+from storage.store import open_store
+from tests.storage.builders import SPEC, make_trace, make_traces
+
+pytest.importorskip("obstore")
+boto3 = pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(300):
+        assert server.poll() is None, "the S3 server ended"
+        try:
+            urlopen(url).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise TimeoutError(url)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    credentials = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (credentials | {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}).items():
+            patch.setenv(name, value)
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, **quiet) as server:
+            try:
+                wait_for(f"{url}/moto-api/", server)
+                boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="traces")
+                yield "s3://traces"
+            finally:
+                server.kill()
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    return f"{bucket}/{uuid.uuid4().hex}"
+
+
+def commit(url: str, *steps: int) -> None:
+    with TraceWriter(url, SPEC) as writer:
+        for step in steps:
+            writer.write(make_traces(step), step=step)
+            writer.commit(step)
+
+
+def test_it_is_a_dataset_like_any_other(url: str) -> None:
+    commit(url, 0, 3)
+    dataset = TraceDataset(url)
+    assert (dataset.spec, dataset.steps, len(dataset)) == (SPEC, [0, 3], 10)
+    assert list(dataset) == make_traces(0) + make_traces(3)
+    assert dataset["run/3/4/0"] == make_traces(3)[4]
+    dataset.annotate(3, {"run/3/0/0": {"reward": 2.0}})
+    assert dataset.to_arrow(3, columns=["reward"])["reward"].to_pylist() == [2.0, None, None, None, None]
+    dataset.build_index()
+    assert (len(TraceDataset(url)), dataset.verify()) == (10, [])
+    dataset.compact()
+    assert (dataset.steps, [t.sample_id for t in dataset][:2]) == ([0, 3], ["run/0/0/0", "run/0/1/0"])
+    dataset.keep_from(3)
+    assert (dataset.steps, len(TraceDataset(url)), dataset.verify()) == ([3], 5, [])
+
+
+def test_nothing_is_visible_before_the_manifest_and_nothing_stays_of_what_was_dropped(url: str) -> None:
+    with TraceWriter(url, SPEC, max_part_bytes=1) as writer:
+        writer.write(make_traces(0, 40), step=0)
+        names = open_store(url).names("step-000000000")
+        assert [name[:11] for name in names] == ["part-00000-", "part-00001-", "part-00002-"]
+        assert TraceDataset(url).steps == []
+    assert open_store(url).names("step-000000000") == []
+
+
+def test_what_is_refused(url: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no trace dataset at s3://traces/"):
+        TraceDataset(url)
+    commit(url, 0)
+    with TraceWriter(url, SPEC) as writer:
+        with pytest.raises(StepExistsError, match="step 0 is committed in s3://traces/"):
+            writer.write(make_traces(0), step=0)
+        with pytest.raises(DuplicateSampleError, match="'run/0/0/0' is committed in step 0"):
+            writer.write([make_trace(1, 0, sample_id="run/0/0/0")], step=1)
+
+
+def test_of_committers_that_race_exactly_one_wins(url: str) -> None:
+    TraceWriter(url, SPEC).close()
+    barrier, results = threading.Barrier(4), []
+
+    def race(sample: int) -> None:
+        with TraceWriter(url, SPEC) as writer:
+            writer.write([make_trace(0, sample)], step=0)
+            barrier.wait()
+            try:
+                writer.commit(0)
+                results.append(sample)
+            except StepExistsError:
+                results.append(None)
+
+    threads = [threading.Thread(target=race, args=(sample,)) for sample in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = set(results) - {None}
+    assert results.count(None) == 3
+    assert list(TraceDataset(url)) == [make_trace(0, winner)]
+    assert TraceDataset(url).verify() == []
+
+
+KILLED = """
+import os, signal, sys
+from storage import TraceWriter
+from tests.storage.builders import SPEC, make_traces
+with TraceWriter(sys.argv[1], SPEC) as writer:
+    writer.write(make_traces(0), step=0)
+    writer._open[0].seal([(0, 5)])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_killed_before_its_manifest_leaves_no_step(url: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", KILLED, url], env=environment, check=False)
+    assert len(open_store(url).names("step-000000000")) == 1
+    assert (TraceDataset(url).steps, list(TraceDataset(url))) == ([], [])
+    commit(url, 0)
+    assert list(TraceDataset(url)) == make_traces(0)
+
+
+def test_a_file_url_is_the_local_directory(tmp_path: Path) -> None:
+    commit(f"file://{tmp_path}", 0)
+    assert TraceDataset(f"file://{tmp_path}").root == tmp_path
+    assert list(TraceDataset(tmp_path)) == make_traces(0)
+    with pytest.raises(ValueError, match="nonsense://x is no URL of an object store"):
+        TraceDataset("nonsense://x")
