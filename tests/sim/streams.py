@@ -1,0 +1,181 @@
+"""Streams, events and the clock of the simulated device: what is queued, when it runs, how long it takes.
+
+An adversary decides when queued work runs, within what streams and events allow. Simulated time is kept apart from
+that: it follows from the costs alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(eq=False)
+class Op:
+    """One kernel, copy or event in a stream; it runs after `waits`. `finish` is in simulated seconds."""
+
+    name: str
+    run: Callable[[], None]
+    stream: Stream
+    waits: list[Op]
+    finish: float
+    done: bool = False
+
+
+class Clock:
+    """Simulated seconds. Host time is real time, less what is spent inside `paused`; waiting jumps ahead.
+
+    Attributes:
+        kernel, copy: seconds that one takes on the device.
+        waited: seconds that the host has waited for the device.
+    """
+
+    def __init__(self) -> None:
+        self.kernel = self.copy = self.waited = 0.0
+        self._offset = -time.perf_counter()
+        self._pauses = 0
+
+    def now(self) -> float:
+        return self._stopped_at if self._pauses else time.perf_counter() + self._offset
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The simulation's own work takes no time."""
+        self._stopped_at, self._pauses = self.now(), self._pauses + 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._offset = self._stopped_at - time.perf_counter()
+
+    def wait_until(self, moment: float) -> None:
+        with self.paused():
+            waited = max(0.0, moment - self._stopped_at)
+            self._stopped_at += waited
+            self.waited += waited
+
+
+class Stream:
+    """First in, first out."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.queue: deque[Op] = deque()
+        self._scheduler = scheduler
+        self._waits: list[Op] = []
+        self._free_at = 0.0
+        self.follows = False
+        scheduler.streams.append(self)
+
+    def enqueue(self, name: str, run: Callable[[], None], cost: float = 0.0) -> Op:
+        waits, self._waits = self._waits, []
+        start = max([self._free_at, self._scheduler.clock.now(), *(op.finish for op in waits)])
+        op = Op(name, run, self, waits, start + cost)
+        self._free_at = op.finish
+        self.queue.append(op)
+        self._scheduler.adversary(self._scheduler.streams)
+        return op
+
+    def wait_event(self, event: Event) -> None:
+        """What is queued from now on runs after the event."""
+        if event.op is not None:
+            self._waits.append(event.op)
+            self.follows = True
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._scheduler)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def run_one(self) -> None:
+        """Run the next op, and before it what it waits for."""
+        head = self.queue[0]
+        for other in head.waits:
+            other.stream.run_until(other)
+        if self.queue and self.queue[0] is head:
+            self.queue.popleft()
+            with torch.inference_mode():
+                head.run()
+            head.done = True
+
+    def run_until(self, op: Op) -> None:
+        while not op.done:
+            self.run_one()
+
+
+class Event:
+    """Done when all that its stream had queued when it was recorded is done."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.op: Op | None = None
+        self._scheduler = scheduler
+
+    def record(self, stream: Stream) -> None:
+        self.op = stream.enqueue("event", lambda: None)
+
+    def query(self) -> bool:
+        return self.op is None or self.op.done
+
+    def synchronize(self) -> None:
+        if self.op is not None:
+            self._scheduler.wait(self.op)
+
+
+Adversary = Callable[[Iterable[Stream]], None]
+
+
+def late(streams: Iterable[Stream]) -> None:
+    """Nothing runs before somebody waits for it."""
+
+
+def early(streams: Iterable[Stream]) -> None:
+    """Everything runs at once."""
+    for stream in streams:
+        while stream.queue:
+            stream.run_one()
+
+
+def copies_late(streams: Iterable[Stream]) -> None:
+    """Streams that never waited for another one run at once, the others as late as possible."""
+    for stream in streams:
+        while stream.queue and not stream.follows:
+            stream.run_one()
+
+
+class Seeded:
+    """Streams run on by random amounts."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, streams: Iterable[Stream]) -> None:
+        for stream in streams:
+            while stream.queue and self._random.random() < 0.5:
+                stream.run_one()
+
+
+@dataclass
+class Scheduler:
+    """All streams of a device, the adversary that runs them, and the clock."""
+
+    adversary: Adversary = late
+    clock: Clock = field(default_factory=Clock)
+    streams: list[Stream] = field(default_factory=list)
+
+    def wait(self, op: Op) -> None:
+        """The host waits for `op`, in simulated time too."""
+        with self.clock.paused():
+            op.stream.run_until(op)
+        self.clock.wait_until(op.finish)
