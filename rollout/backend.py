@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import pyarrow as pa
 
+from rollout.capabilities import Capabilities
 from rollout.sampling import SamplingParams
 from storage.trace import RoutingSpec, Trace, WeightSpan
 
@@ -109,6 +110,7 @@ class ModelInfo:
     captures_routes: bool
     not_forced: str = ""
     trust_remote_code: bool = False
+    capabilities: Capabilities = field(default_factory=Capabilities)
 
 
 class Finished(Protocol):

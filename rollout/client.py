@@ -113,6 +113,39 @@ class RolloutClient:
             backend.close()
             raise
 
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        backend: str,
+        model: str | Path,
+        api_key: str | None = None,
+        traces: str | Path | None = None,
+        run: str = "run",
+        reward_fn: RewardFn | None = None,
+        **options: Any,
+    ) -> Self:
+        """A vLLM or SGLang server that runs already.
+
+        Args:
+            backend: "vllm" or "sglang"; `options` are those of `connect_vllm` and `connect_sglang`.
+            model: where config and tokenizer of the served checkpoint are.
+
+        Raises:
+            EngineError, ValueError: the server cannot be used; the message says what to start it with.
+        """
+        from rollout.engines import connect_engine
+        from rollout.recorder import LocalRecorder
+
+        _check_run(run)
+        served = connect_engine(backend, url, str(model), api_key=api_key, **options)
+        try:
+            return cls(served, LocalRecorder(traces, served.info.spec) if traces is not None else None, run, reward_fn)
+        except BaseException:
+            served.close()
+            raise
+
     @property
     def info(self) -> ModelInfo:
         """The loaded model: routing spec, vocabulary, longest sequence."""

@@ -46,9 +46,9 @@ def load_model(path: str, dtype: str, trust_remote_code: bool = False) -> Loaded
     _check_files(path)
     if trust_remote_code:
         logger.warning("trust_remote_code=True: model %r may run its own code in this process", path)
-    config = _load_config(path, trust_remote_code)
+    config = load_config(path, trust_remote_code)
     _check_weights_are_plain(path, config)
-    _check_routers(path, config, trust_remote_code)
+    meta_model(path, config, trust_remote_code)
     model = _load_weights(path, dtype, trust_remote_code).eval().requires_grad_(False)
     _check_rope(path, model)
     text = config.get_text_config()
@@ -126,7 +126,8 @@ def _check_files(path: str) -> None:
         )
 
 
-def _load_config(path: str, trust_remote_code: bool) -> Any:
+def load_config(path: str, trust_remote_code: bool) -> Any:
+    """The config of a local directory or hub id; errors as in `load_model`."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:
@@ -150,13 +151,15 @@ def _check_weights_are_plain(path: str, config: Any) -> None:
         )
 
 
-def _check_routers(path: str, config: Any, trust_remote_code: bool) -> None:
-    """Build the model without memory and look for routers, before any weight is read."""
+def meta_model(path: str, config: Any, trust_remote_code: bool = False) -> Any:
+    """The model without memory, before any weight is read; ValueError when it has no routers that can be recorded."""
     try:
         with torch.device("meta"):
-            RoutingSpec.from_model(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            RoutingSpec.from_model(model)
     except ValueError as error:
         raise ValueError(f"model {path!r}: {error}") from error
+    return model
 
 
 def rope_types(model: Any) -> set[str]:

@@ -194,6 +194,7 @@ class RequestBuilder:
                 raise ValueError(
                     f"{name} of prompt {index} is {getattr(params, name)}, the vocabulary has {self.info.vocab_size}"
                 )
+        self.info.capabilities.check(params, f"prompt {index}")
         total = len(ids) + params.max_tokens
         if total > self.info.max_sequence_tokens:
             raise ValueError(

@@ -15,6 +15,7 @@ from storage.lease import Lease
 from storage.staging import clean_staging
 from storage.trace import RoutingSpec, Site, Trace, WeightSpan
 from storage.turns import MergedTrace, merge_turns
+from storage.validate import validate_trace
 from storage.verify import repair_dataset, verify_dataset
 from storage.writer import TraceWriter
 
@@ -38,5 +39,6 @@ __all__ = [
     "clean_staging",
     "merge_turns",
     "repair_dataset",
+    "validate_trace",
     "verify_dataset",
 ]

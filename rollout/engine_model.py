@@ -1,0 +1,66 @@
+"""What a served model is, read from its config alone: the engine holds the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollout.loader import load_config, load_tokenizer, meta_model
+from storage.trace import RoutingSpec
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """The facts of one checkpoint that decoding an engine's replies needs.
+
+    >>> facts = describe_model("path/to/qwen3-moe")
+    >>> facts.sites(np.zeros((7, facts.num_layers, facts.spec.top_k), np.int32), "run/0/0-0/0").shape
+    (7, 8, 2)
+
+    `model` lies on torch's meta device: names and shapes of the weights, no values.
+    """
+
+    path: str
+    spec: RoutingSpec
+    vocab_size: int
+    max_positions: int
+    num_layers: int
+    model: Any
+    has_tokenizer: bool
+
+    def sites(self, layers: np.ndarray, name: str) -> np.ndarray:
+        """The MoE sites `[rows, sites, K]` of an engine's `[rows, decoder layers, K]`; dense layers read zero there.
+
+        Raises:
+            ValueError: naming the request, when the number of layers or of slots is another model's.
+        """
+        need = self.num_layers, self.spec.top_k
+        if layers.ndim != 3 or layers.shape[1:] != need:
+            raise ValueError(f"{name}: routes have shape {layers.shape}, need [rows, {need[0]} layers, {need[1]}]")
+        return layers[:, [site.layer for site in self.spec.sites]]
+
+
+def describe_model(path: str, trust_remote_code: bool = False) -> EngineModel:
+    """Read config and tokenizer of a local directory or hub id.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such model, it is dense, or has two routers in one layer, which the
+            layer axis of vLLM and SGLang cannot hold.
+    """
+    config = load_config(path, trust_remote_code)
+    model = meta_model(path, config, trust_remote_code)
+    spec, text = RoutingSpec.from_model(model), config.get_text_config()
+    layers = [site.layer for site in spec.sites]
+    if len(set(layers)) != len(layers) or len({site.top_k for site in spec.sites}) != 1:
+        raise ValueError(f"model {path!r}: vLLM and SGLang record one router per layer with one K, this one has {spec}")
+    return EngineModel(
+        path=path,
+        spec=spec,
+        vocab_size=int(text.vocab_size),
+        max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
+        num_layers=int(text.num_hidden_layers),
+        model=model,
+        has_tokenizer=load_tokenizer(path, trust_remote_code) is not None,
+    )

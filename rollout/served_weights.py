@@ -1,0 +1,67 @@
+"""Look at new weights before a served engine touches its own: names, shapes, dtypes, from headers alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from rollout.engine_model import EngineModel
+from rollout.weights import check_state_dict
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+def check_checkpoint(source: Any, model: EngineModel, *, in_process: bool) -> None:
+    """Refuse weights that are not those of `model`.
+
+    Args:
+        source: a directory of safetensors with the names of the served checkpoint or of `model.state_dict()`; in
+            process also a state dict.
+
+    Raises:
+        ValueError: naming what is missing, unknown or of another shape; or a source that this engine cannot take.
+        FileNotFoundError: no such directory.
+    """
+    if isinstance(source, Mapping):
+        if not in_process:
+            raise ValueError(
+                "weights are a state dict, and a server reads its own files: save_pretrained() to a directory that the "
+                "server sees too and pass its path"
+            )
+        check_state_dict(model.model, source)
+        return
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"weights are a {type(source).__name__}; pass a checkpoint directory")
+    found, served = tensors_of(source), Path(model.path)
+    own = {name: tuple(tensor.shape) for name, tensor in model.model.state_dict().items()}
+    accepted = [own, tensors_of(served)] if served.is_dir() else [own]
+    if found not in accepted:
+        need = accepted[-1]
+        wrong = sorted(name for name in found.keys() | need.keys() if found.get(name) != need.get(name))
+        text = ", ".join(f"{name} is {found.get(name)}, need {need.get(name)}" for name in wrong[:3])
+        raise ValueError(f"weights in {source} do not fit the served model: {text}; nothing was changed")
+
+
+def tensors_of(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name in the safetensors files of a checkpoint; reads headers only.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: a tensor is not floating point.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {directory}; save the weights with save_pretrained()")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, the handle is no mapping
+                header = tensors.get_slice(name)
+                if header.get_dtype() not in FLOATS:
+                    raise ValueError(f"weight {name!r} in {file} is {header.get_dtype()}, need one of {FLOATS}")
+                shapes[name] = tuple(header.get_shape())
+    return shapes

@@ -1,0 +1,119 @@
+"""vLLM as a Backend: over HTTP, to servers that run already. In process see vllm_in_process.py."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rollout.backend import SampleRequest
+from rollout.canary import sing
+from rollout.engine_model import EngineModel, describe_model
+from rollout.engine_reply import EngineError, EngineReply
+from rollout.engine_versions import check_version, version_number
+from rollout.http_engine import HttpEngine
+from rollout.served_engine import ServedBackend, new_request_id
+from rollout.vllm_wire import completions_body, generate_body, vllm_capabilities, vllm_reply
+
+MIN_VERSION = (0, 30)
+START = (
+    "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model M --enable-return-routed-experts "
+    "--enable-scale-out --logprobs-mode processed_logprobs --worker-extension-cls rollout.vllm_extension.LoadExtension"
+)
+
+
+class VllmHttp:
+    """Implements `rollout.served_engine.EngineAdapter` over vLLM's HTTP server.
+
+    `api` is "generate" for `/inference/v1/generate`, or "completions" for `/v1/completions`, which also takes `stop`.
+    """
+
+    in_process = False
+
+    def __init__(self, http: HttpEngine, model: EngineModel, api: Literal["generate", "completions"]) -> None:
+        self._http, self.model, self._api = http, model, api
+        self._name, self._version = "", 0
+        self.max_sequence_tokens = model.max_positions
+        self.capabilities = self._capabilities("vLLM")
+
+    async def open(self) -> int:
+        """Check version, model and flags, then with small requests that routes of this model come back."""
+        number = str((await self._http.call("GET", "/version"))["version"])
+        check_version("vLLM", number, MIN_VERSION)
+        self.capabilities = self._capabilities(f"vLLM {number}")
+        (served, *_) = (await self._http.call("GET", "/v1/models"))["data"]
+        self._name = served["id"]
+        self.max_sequence_tokens = int(served.get("max_model_len") or self.max_sequence_tokens)
+        await self._probe()
+        text = (await self._http.call("GET", "/weight_info"))["weight_version"]
+        self._version = version_number(text)
+        return self._version
+
+    async def _probe(self) -> None:
+        try:
+            for song in await sing(self.generate, self.model.vocab_size, new_request_id):
+                self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
+        except (ValueError, EngineError) as error:
+            raise ValueError(
+                f"{self._http.url} cannot serve model {self.model.path!r} with routes: {error}. Start it as: {START}"
+            ) from error
+
+    async def generate(self, request: SampleRequest, request_id: str) -> EngineReply:
+        """One sequence through the chosen endpoint."""
+        if self._api == "completions":
+            body, headers = completions_body(request, self._name), {"X-Request-Id": request_id}
+            answer = await self._http.call("POST", "/v1/completions", body, headers)
+        else:
+            body = generate_body(request, request_id, self._name)
+            answer = await self._http.call("POST", "/inference/v1/generate", body)
+        return vllm_reply(request, answer, self._version)
+
+    async def abort(self, request_id: str) -> None:
+        """`POST /abort_requests` with the id that the server made of ours; with ours it would abort nothing."""
+        theirs = f"cmpl-{request_id}-0" if self._api == "completions" else f"generate-tokens-{request_id}"
+        await self._http.call("POST", "/abort_requests", {"request_ids": [theirs]})
+
+    async def load_weights(self, source: Any, version: int) -> None:
+        """Pause, load through our worker extension, drop the prefix cache, name the version, resume."""
+        await self._http.call("POST", "/pause?mode=wait")
+        rpc = {"method": "load_checkpoint", "kwargs": {"path": str(source)}}
+        await self._http.call("POST", "/collective_rpc", rpc)
+        flushed = await self._http.call("POST", "/reset_prefix_cache")
+        if not flushed.get("success"):
+            raise EngineError(f"{self._http.url} kept its prefix cache, rows of the old weights would be reused")
+        await self._http.call("POST", "/update_weight_version", {"new_version": str(version)})
+        await self._http.call("POST", "/resume")
+        self._version = version
+
+    async def close(self) -> None:
+        """Leave the server as it is."""
+        await self._http.close()
+
+    def _capabilities(self, engine: str) -> Any:
+        return vllm_capabilities(engine, stop_strings=self._api == "completions", version_spans=False)
+
+
+def connect_vllm(
+    url: str,
+    model: str | None = None,
+    *,
+    api_key: str | None = None,
+    api: Literal["generate", "completions"] = "generate",
+    timeout: float = 600.0,
+    max_running_requests: int = 512,
+    trust_remote_code: bool = False,
+) -> ServedBackend:
+    """A Backend over a running server.
+
+    Args:
+        model: where its config and tokenizer are; needed, since a server's own path may be another machine's.
+        timeout: seconds for one answer.
+
+    Raises:
+        EngineError, ValueError: the server cannot be reached or used; the message says what to start it with.
+    """
+    if api not in ("generate", "completions"):
+        raise ValueError(f"api is {api!r}, need 'generate' or 'completions'")
+    if model is None:
+        raise ValueError("model is missing: the checkpoint directory or hub id that the server serves")
+    http = HttpEngine(url, api_key, max_running_requests + 8, timeout)
+    adapter = VllmHttp(http, describe_model(model, trust_remote_code), api)
+    return ServedBackend(adapter, max_running_requests=max_running_requests)

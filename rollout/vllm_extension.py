@@ -1,0 +1,52 @@
+"""Runs inside vLLM's workers: load a checkpoint in place, correctly.
+
+Start vLLM with `worker_extension_cls="rollout.vllm_extension.LoadExtension"`. Imports nothing of vLLM until called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+class LoadExtension:
+    """Methods that `collective_rpc` can call by name."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def load_checkpoint(self, path: str) -> dict[str, int]:
+        """Load every safetensors file of a directory; FileNotFoundError, with nothing touched, when it has none."""
+        files = sorted(Path(path).glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"no *.safetensors in {path}")
+        self.load_tensors(_tensors(files))
+        return {"files": len(files)}
+
+    def load_tensors(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Load (name, tensor) pairs over the running model.
+
+        On a CPU vLLM 0.30 packs expert weights only when the kernel does not exist yet
+        (unquantized_fused_moe_method.py, `_setup_kernel`): without forgetting it, a reload leaves unpacked weights in a
+        buffer that is read as packed, silently.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            for module in self.model_runner.get_model().modules():
+                if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                    method.moe_kernel = None
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=iter(tensors))
+
+
+def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, "pt") as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118, the handle is no mapping
+                yield name, checkpoint.get_tensor(name)

@@ -1,0 +1,304 @@
+"""A served engine behind the client: the contract, aborts, load, updates, and what broken answers lead to."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout import RolloutClient, SamplingParams
+from rollout.engine_reply import EngineDeadError, EngineError
+from rollout.rng import stream_key
+from storage import TraceDataset
+from tests.engines.fakes import Drawn, FakeServer, FakeSglang
+
+PARAMS = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+PROMPTS = [[5, 7, 9], [6, 7]]
+
+
+def expected(trace, server: FakeServer, weights: str = "start") -> Drawn:
+    """The fake model's own answer, from the seed that belongs to this sample."""
+    bits = 31 if isinstance(server, FakeSglang) else 63
+    seed = stream_key(trace.seed, trace.sample_id) & (2**bits - 1)
+    return Drawn(trace.prompt_ids, len(trace.completion_ids), seed, weights, server.shape)
+
+
+def assert_faithful(trace, server: FakeServer, weights: str = "start") -> None:
+    drawn = expected(trace, server, weights)
+    assert trace.completion_ids == drawn.ids
+    assert trace.logprobs.tolist() == drawn.logprobs.tolist()
+    assert trace.routed_experts.dtype == np.uint8
+    assert trace.routed_experts.tolist() == drawn.routes.tolist()
+
+
+def test_traces_hold_what_the_server_drew_and_the_dataset_verifies(connect, server, tmp_path):
+    client = connect(traces=tmp_path / "traces")
+    traces = client.sample(PROMPTS, num_samples=2, sampling_params=PARAMS)
+    assert [trace.sample_id for trace in traces] == ["run/0/0-0/0", "run/0/0-0/1", "run/0/0-1/0", "run/0/0-1/1"]
+    for trace in traces:
+        assert_faithful(trace, server)
+        assert trace.route_len == len(trace.token_ids) - 1
+        assert trace.finish_reason == "length"
+        assert trace.raw_logprobs.tolist() == trace.logprobs.tolist()
+    dataset = TraceDataset(tmp_path / "traces")
+    assert dataset.verify() == []
+    assert all(dataset[trace.sample_id] == trace for trace in traces)
+
+
+def test_512_requests_at_once_arrive_once_each_and_never_more_than_allowed(connect, server):
+    client = connect(max_running_requests=64)
+    traces = client.sample([[1 + i % 90, i // 90] for i in range(512)], sampling_params=PARAMS)
+    assert len({trace.sample_id for trace in traces}) == 512
+    for trace in traces:
+        assert_faithful(trace, server)
+    assert 32 < server.peak <= 64
+
+
+def test_a_consumer_that_pauses_holds_a_bounded_number_of_requests(connect, server):
+    client = connect(max_running_requests=8)
+    before = len(server.seen)
+    stream = client.stream([[1 + i] for i in range(40)], sampling_params=PARAMS)
+    next(stream)
+    assert len(server.seen) - before <= 8
+    assert len(list(stream)) == 39
+
+
+def test_abort_ends_requests_with_the_rows_they_have(connect, server):
+    client = connect()
+    server.hold = True
+    stream = client.backend.stream(_requests(client, 3))
+    result: list = []
+    thread = threading.Thread(target=lambda: result.extend(stream))
+    thread.start()
+    while len(server.held) < 3:
+        thread.join(0.01)
+    stream.abort()
+    thread.join(20)
+    assert [f.trace.finish_reason for f in result] == ["abort"] * 3
+    for finished in result:
+        assert finished.trace.route_len == 3 + 3 - 1
+
+
+def test_leaving_a_stream_aborts_exactly_its_own_requests(connect, server):
+    client = connect()
+    server.hold = True
+    left, kept = client.backend.stream(_requests(client, 1)), client.backend.stream(_requests(client, 1, key="k"))
+    result: list = []
+    threads = [threading.Thread(target=lambda s=s: result.extend(s), daemon=True) for s in (kept,)]
+    left._backend.start(left._pending[0], left._outbox)
+    threads[0].start()
+    while len(server.held) < 2:
+        threads[0].join(0.01)
+    left.abort()
+    assert not result
+    kept.abort()
+    threads[0].join(20)
+    assert [finished.trace.finish_reason for finished in result] == ["abort"]
+
+
+def _requests(client: RolloutClient, count: int, key: str = "p"):
+    prompts = [[5, 7, 9]] * count
+    keys = [f"{key}{i}" for i in range(count)]
+    return client._requests.check(prompts, 1, PARAMS, keys).requests(0, 0)
+
+
+def spoilt(body, change):
+    """`change(routes bytes) -> bytes` applied to the routes of a reply of either engine."""
+    holder = body["meta_info"] if "meta_info" in body else body["choices"][0]
+    holder["routed_experts"] = change(holder["routed_experts"])
+    return body
+
+
+def on_bytes(change):
+    return lambda text: base64.b64encode(change(base64.b64decode(text))).decode()
+
+
+def missing(body):
+    holder = body["meta_info"] if "meta_info" in body else body["choices"][0]
+    del holder["routed_experts"]
+    return body
+
+
+def other_ids(body):
+    if "meta_info" in body:
+        body["meta_info"]["output_token_logprobs"][0][1] += 1
+    elif "content" in body["choices"][0]["logprobs"]:
+        body["choices"][0]["logprobs"]["content"][0]["token"] = "token_id:95"
+    else:
+        body["choices"][0]["logprobs"]["tokens"][0] = "token_id:95"
+    return body
+
+
+def not_finite(body):
+    if "meta_info" in body:
+        body["meta_info"]["output_token_logprobs"][0][0] = float("nan")
+    elif "content" in body["choices"][0]["logprobs"]:
+        body["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
+    else:
+        body["choices"][0]["logprobs"]["token_logprobs"][0] = float("nan")
+    return body
+
+
+def zero_routes(data: bytes) -> bytes:
+    head = 128 if data.startswith(b"\x93NUMPY") else 0
+    return data[:head] + bytes(len(data) - head)
+
+
+def high_ids(data: bytes) -> bytes:
+    head = 128 if data.startswith(b"\x93NUMPY") else 0
+    return data[:head] + b"\x09" + data[head + 1 :]
+
+
+CORRUPTIONS = {
+    "missing key": (missing, "start the server with --enable-return-routed-experts"),
+    "short": (lambda b: spoilt(b, on_bytes(lambda d: d[:-8])), "routed_experts"),
+    "truncated base64": (lambda b: spoilt(b, lambda text: text[:-3]), "no base64"),
+    "all zero": (lambda b: spoilt(b, on_bytes(zero_routes)), "0: routes were not captured"),
+    "id out of range": (lambda b: spoilt(b, on_bytes(high_ids)), r"need \[0, 8\)"),
+    "logprobs of other tokens": (other_ids, "logprobs belong to tokens"),
+    "logprob not finite": (not_finite, "logprob of completion token 0 is nan"),
+    "no reply at all": (lambda b: {"unexpected": 1}, "the answer lacks"),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_a_corrupted_reply_is_one_clear_error_and_the_others_finish(connect, server, tmp_path, kind):
+    client = connect(traces=tmp_path / "traces")
+    change, message = CORRUPTIONS[kind]
+    server.spoil = lambda prompt, body: change(body) if prompt == [6, 7] else body
+    good, bad = client.sample(PROMPTS, sampling_params=PARAMS)
+    assert_faithful(good, server)
+    assert bad.finish_reason == "error"
+    assert bad.completion_ids == []
+    assert bad.routed_experts is None
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(bad.error)
+    assert "run/0/0-1/0" in bad.error
+    assert list(TraceDataset(tmp_path / "traces").iter()) == [good]
+
+
+def test_a_killed_server_fails_what_it_held_and_the_client_recovers_when_it_returns(connect, server):
+    client = connect()
+    server.hold = True
+    result: list = []
+    thread = threading.Thread(target=lambda: result.extend(client.sample(PROMPTS, sampling_params=PARAMS)))
+    thread.start()
+    while len(server.held) < 2:
+        thread.join(0.01)
+    server.stop()
+    thread.join(30)
+    assert [trace.finish_reason for trace in result] == ["error", "error"]
+    assert all(trace.sample_id in trace.error and "the connection broke" in trace.error for trace in result)
+    server.hold = False
+    server.start()
+    for trace in client.sample(PROMPTS, sampling_params=PARAMS):
+        assert_faithful(trace, server)
+
+
+@pytest.fixture
+def newer(model, tmp_path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "newer"))
+
+
+def test_an_update_rehearses_then_loads_and_rows_carry_the_version(connect, server, newer):
+    client = connect()
+    client.update_weights(newer, version=5)
+    assert server.loads == 2
+    (trace,) = client.sample([[5, 7]], sampling_params=PARAMS)
+    assert_faithful(trace, server, weights=str(newer))
+    assert trace.weight_versions == [(5, 0, 5)]
+    client.update_weights(newer, version=6)
+    assert server.loads == 3
+
+
+def test_an_engine_that_reloads_its_own_weights_wrongly_is_refused(connect, server, newer):
+    client = connect()
+    server.drifts = True
+    with pytest.raises(EngineDeadError, match=r"loading its own weights again changed the model .* refused"):
+        client.update_weights(newer, version=1)
+    with pytest.raises(EngineDeadError, match="start it again"):
+        client.sample([[5, 7]], sampling_params=PARAMS)
+
+
+def test_a_failed_update_leaves_a_dead_engine(connect, server, newer):
+    client = connect()
+    server.fail_update = True
+    with pytest.raises(EngineDeadError, match="update to weight version 1 failed"):
+        client.update_weights(newer, version=1)
+    with pytest.raises(EngineDeadError, match="this engine is dead"):
+        client.sample([[5, 7]], sampling_params=PARAMS)
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_engine_is_asked(connect, server, checkpoint):
+    client = connect()
+    with pytest.raises(ValueError, match="do not fit the served model"):
+        client.update_weights(checkpoint("qwen3_moe", moe_intermediate_size=24), version=1)
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
+        client.update_weights("/nonexistent", version=1)
+    with pytest.raises(ValueError, match="save_pretrained"):
+        client.update_weights({}, version=1)
+    assert server.loads == 0
+    assert client.sample([[5, 7]], sampling_params=PARAMS)[0].finish_reason == "length"
+
+
+def test_a_refused_cache_flush_is_repaired_by_sglang_and_fatal_for_vllm(connect, server, newer):
+    client = connect()
+    server.refuse_flush = True
+    if isinstance(server, FakeSglang):
+        client.update_weights(newer, version=1)
+        paths = [path for path, *_ in server.seen]
+        assert paths.index("/pause_generation") < paths.index("/flush_cache") < paths.index("/update_weight_version")
+        (trace,) = client.sample([[5, 7]], sampling_params=PARAMS)
+        assert trace.weight_version == 1
+    else:
+        with pytest.raises(EngineDeadError, match="kept its prefix cache"):
+            client.update_weights(newer, version=1)
+
+
+def test_the_key_is_sent_and_a_wrong_one_is_named(connect, server):
+    server.key = "k"
+    with pytest.raises((EngineError, ValueError), match="Unauthorized; pass the server's key as api_key="):
+        connect(api_key="wrong")
+    client = connect(api_key="k")
+    assert client.sample([[5, 7]], sampling_params=PARAMS)[0].finish_reason == "length"
+
+
+def test_a_server_without_capture_says_what_to_start_it_with(connect, server):
+    server.spoil = lambda prompt, body: missing(body)
+    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
+        connect()
+
+
+def test_another_model_than_the_servers_is_refused(connect, checkpoint):
+    with pytest.raises(ValueError, match="cannot serve model"):
+        connect(model=checkpoint("qwen3_moe", num_hidden_layers=3))
+
+
+def test_a_dense_model_is_refused(connect, tmp_path):
+    from transformers import Qwen3Config
+
+    Qwen3Config(num_hidden_layers=1, hidden_size=8, vocab_size=8).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no MoE router"):
+        connect(model=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(prompt_logprobs=0), "cannot record prompt_logprobs"),
+        (SamplingParams(max_tokens=0), "max_tokens must be at least 1"),
+        (SamplingParams(logprobs=2), "cannot do logprobs=2"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_an_error_at_the_call(connect, params, message):
+    with pytest.raises(ValueError, match=f"prompt 0: .* {message}"):
+        connect().sample([[5, 7]], sampling_params=params)
+
+
+def test_an_update_in_mid_flight_that_would_need_spans_is_refused(connect, newer):
+    with pytest.raises(ValueError, match="in_flight='keep'"):
+        connect().backend.update_weights(newer, 1, in_flight="keep")
