@@ -37,7 +37,7 @@ class Capabilities:
     abort_routes: bool = True
     inplace_update: bool = True
     version_spans: bool = True
-    start_offset: bool = False
+    start_offset: bool = True
     prompt_logprobs: bool = True
     prompt_only: bool = True
     frozen_recompute: bool = True

@@ -82,11 +82,13 @@ def trace_of(
     trace = Trace(
         sample_id=request.sample_id,
         step=request.step,
+        group_id=request.group_id,
         prompt_ids=list(request.prompt_ids),
         completion_ids=reply.output_ids,
         logprobs=logprobs,
         raw_logprobs=logprobs if _draws_from_the_raw_distribution(request) else None,
         routed_experts=routes,
+        route_start=request.routed_experts_start_len if routes is not None else 0,
         route_valid=valid,
         finish_reason=cast(FinishReason, reply.finish_reason),
         stop_reason=reply.stop_reason,
@@ -109,6 +111,7 @@ def failed_trace(request: SampleRequest, finish_reason: FinishReason, error: str
     return Trace(
         sample_id=request.sample_id,
         step=request.step,
+        group_id=request.group_id,
         prompt_ids=list(request.prompt_ids),
         completion_ids=[],
         logprobs=np.empty(0, np.float32),

@@ -9,9 +9,10 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
-from rollout.backend import ModelInfo, SampleRequest
+from rollout.backend import ModelInfo, PauseMode, SampleRequest, known_samples
 from rollout.canary import difference, sing
 from rollout.capabilities import Capabilities
 from rollout.engine_model import EngineModel
@@ -23,7 +24,6 @@ from storage.trace import Trace
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Retractions: TypeAlias = Literal["refuse", "invalidate"]
-ABORT_SECONDS = 10.0
 
 
 class EngineAdapter(Protocol):
@@ -82,6 +82,7 @@ class ServedBackend:
         self._canary_passed = False
         self._closed = False
         self._running: dict[str, SampleRequest] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="moe-rollout-served", daemon=True)
         self._thread.start()
@@ -109,6 +110,7 @@ class ServedBackend:
             max_sequence_reason="the engine's limit" if limit < model.max_positions else "the model's positions",
             tokenizer_path=model.path if model.has_tokenizer else None,
             captures_routes=True,
+            not_forced=f"{self._adapter.capabilities.engine} cannot be told which routes to take",
             capabilities=self._adapter.capabilities,
         )
 
@@ -120,22 +122,61 @@ class ServedBackend:
     def stream(self, requests: Sequence[SampleRequest]) -> ServedStream:
         """Each request's trace once, as they finish. A request that fails is a trace with its error; others go on."""
         self._check_alive()
+        if any(request.start is not None for request in requests):
+            raise ValueError(f"{self.info.not_forced}: it cannot continue recorded traces")
         return ServedStream(self, requests)
 
-    def start(self, request: SampleRequest, outbox: queue.SimpleQueue[Trace]) -> asyncio.Future[Any] | Any:
-        """Begin one request; its trace arrives in `outbox`. The handle is for `abort` and `drop`."""
-        return asyncio.run_coroutine_threadsafe(self._sample(request, outbox), self._loop)
+    def start(self, request: SampleRequest, outbox: queue.SimpleQueue[Trace]) -> Future[None]:
+        """Begin one request; its trace arrives in `outbox`, also when the handle is cancelled."""
+        handle = asyncio.run_coroutine_threadsafe(self._sample(request, outbox), self._loop)
+        handle.add_done_callback(lambda h: outbox.put(failed_trace(request, "abort", None)) if h.cancelled() else None)
+        return handle
 
-    def abort(self, requests: Sequence[SampleRequest]) -> None:
-        """End these requests now; they come back with finish_reason "abort"."""
-        self._call(self._abort({request.sample_id for request in requests}))
+    def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
+        """End samples that wait or run; they come back with finish_reason "abort".
 
-    async def _abort(self, sample_ids: set[str]) -> None:
-        running = [rid for rid, request in self._running.items() if request.sample_id in sample_ids]
-        await asyncio.gather(*map(self._adapter.abort, running))
+        Raises:
+            ValueError: one of them is not known, or has ended; nothing is aborted.
+        """
+        self._call(self._abort(sample_ids))
+
+    async def _abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
+        named = known_samples(sample_ids, set(self._tasks))
+        running = {request.sample_id: request_id for request_id, request in self._running.items()}
+        for sample_id in named - running.keys():
+            self._tasks[sample_id].cancel()
+        await asyncio.gather(*(self._adapter.abort(running[name]) for name in named & running.keys()))
+
+    def end(self, requests: Sequence[SampleRequest]) -> None:
+        """`abort` for those of the requests that have not ended."""
+        self._call(self._end({request.sample_id for request in requests}))
+
+    async def _end(self, sample_ids: set[str]) -> None:
+        await self._abort(sorted(sample_ids & self._tasks.keys()))
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop sending requests, and return when none is running; `resume` sends those that came meanwhile.
+
+        Raises:
+            ValueError: mode "keep" or "yield", which would need a hold on the engine's own state.
+        """
+        if mode not in ("wait", "abort"):
+            raise ValueError(f"pause mode {mode!r}: {self._adapter.capabilities.engine} takes 'wait' or 'abort'")
+        self._call(self._pause(mode))
+
+    async def _pause(self, mode: str) -> None:
+        self._gate.clear()
+        if mode == "abort":
+            await asyncio.gather(*map(self._adapter.abort, list(self._running)))
+        await self._idle.wait()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._loop.call_soon_threadsafe(self._gate.set)
 
     async def _sample(self, request: SampleRequest, outbox: queue.SimpleQueue[Trace]) -> None:
         request_id = new_request_id()
+        self._tasks[request.sample_id] = cast("asyncio.Task[None]", asyncio.current_task())
         try:
             async with self._slots:
                 await self._gate.wait()
@@ -146,6 +187,8 @@ class ServedBackend:
             text = str(error)
             named = text if request.sample_id in text else f"trace {request.sample_id!r}: {text}"
             trace = failed_trace(request, "error", named)
+        finally:
+            del self._tasks[request.sample_id]
         outbox.put(trace)
 
     async def _ask(self, request: SampleRequest, request_id: str) -> Trace:
@@ -193,11 +236,9 @@ class ServedBackend:
         self._call(self._update(source, version, in_flight))
 
     async def _update(self, source: Any, version: int, in_flight: str) -> None:
-        self._gate.clear()
+        was_open = self._gate.is_set()
+        await self._pause(in_flight)
         try:
-            if in_flight == "abort":
-                await asyncio.gather(*map(self._adapter.abort, list(self._running)))
-            await self._idle.wait()
             try:
                 await self._rehearse()
                 await self._adapter.load_weights(source, version)
@@ -206,7 +247,8 @@ class ServedBackend:
                 raise EngineDeadError(f"{self._dead}; start the engine again") from error
             self._version, self._weights = version, source
         finally:
-            self._gate.set()
+            if was_open:
+                self._gate.set()
 
     async def _rehearse(self) -> None:
         if self._canary_passed:
@@ -278,7 +320,7 @@ class ServedStream(Iterator[FinishedTrace]):
     def abort(self) -> None:
         """End all requests now, from any thread; the iterator yields the rest with finish_reason "abort"."""
         self._aborted.set()
-        self._backend.abort([request for request, _ in list(self._begun.values())])
+        self._backend.end([request for request, _ in list(self._begun.values())])
 
     def close(self) -> None:
         """Drop the rest and end the iteration."""

@@ -56,7 +56,7 @@ def sglang_payload(request: SampleRequest, request_id: str) -> dict[str, Any]:
         "max_new_tokens": p.max_tokens,
         "min_new_tokens": p.min_tokens,
         "temperature": p.temperature,
-        "sampling_seed": stream_key(request.seed, request.sample_id) & (2**31 - 1),
+        "sampling_seed": stream_key(request.seed, request.stream_id or request.sample_id) & (2**31 - 1),
         "ignore_eos": p.ignore_eos,
         "stop": list(p.stop),
         "stop_token_ids": list(p.stop_token_ids),
@@ -68,7 +68,7 @@ def sglang_payload(request: SampleRequest, request_id: str) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": -1,
         "return_routed_experts": True,
-        "routed_experts_start_len": 0,
+        "routed_experts_start_len": request.routed_experts_start_len,
         "stream": False,
     }
 
@@ -93,7 +93,7 @@ def sglang_reply(request: SampleRequest, body: Any, model: EngineModel) -> Engin
         raise ValueError(f"{name}: the answer lacks {error}: {str(body)[:200]}") from error
     if kind == "abort" and finish.get("status_code") not in (None, 200):
         raise ValueError(f"{name}: the engine gave it up: {finish['status_code']} {finish.get('message')}")
-    rows = len(request.prompt_ids) + len(ids) - 1
+    rows = len(request.prompt_ids) + len(ids) - 1 - request.routed_experts_start_len
     return EngineReply(
         output_ids=ids,
         logprob_ids=logprob_ids,

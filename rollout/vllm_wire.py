@@ -58,10 +58,12 @@ def vllm_sampling(request: SampleRequest) -> dict[str, Any]:
     changed = {
         name: getattr(p, name) for name in PASSED if getattr(p, name) != type(p).model_fields[name].get_default()
     }
+    if request.routed_experts_start_len:
+        changed["routed_experts_prompt_start"] = request.routed_experts_start_len
     return {
         "max_tokens": p.max_tokens,
         "temperature": p.temperature,
-        "seed": stream_key(request.seed, request.sample_id) & (2**63 - 1),
+        "seed": stream_key(request.seed, request.stream_id or request.sample_id) & (2**63 - 1),
         "logprobs": 0,
     } | {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 
