@@ -57,27 +57,23 @@ def hit_experts(
     self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Expert outputs `[tokens, hidden]` for ids and weights `[tokens, K]`; one GEMM pair per hit expert."""
-    return _by_expert(self, hidden, top_k_index, top_k_weights, min_rows=1)
+    return experts_output(self, hidden, top_k_index, top_k_weights, min_rows=1)
 
 
 def batch_invariant_experts(
     self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The same with every GEMM at least 16 rows high, and the layout a multiple of 32 rows."""
-    return _by_expert(self, hidden, top_k_index, top_k_weights, min_rows=MIN_ROWS, row_multiple=ROW_MULTIPLE)
+    return experts_output(self, hidden, top_k_index, top_k_weights, min_rows=MIN_ROWS)
 
 
-def _by_expert(
-    self: Any,
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    min_rows: int,
-    row_multiple: int = 1,
+def experts_output(
+    self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, min_rows: int
 ) -> torch.Tensor:
+    """Outputs `[tokens, hidden]` of an experts module. `min_rows` above 1 pads each group, and the whole layout too."""
     tokens, slots = top_k_index.shape
     groups = group_by_expert(top_k_index, self.num_experts, min_rows)
-    height = groups.size + -groups.size % row_multiple
+    height = groups.size + (-groups.size % ROW_MULTIPLE if min_rows > 1 else 0)
     make = hidden.new_empty if height == len(groups.row) else hidden.new_zeros  # padding must be finite
     rows = make(height, hidden.shape[-1])
     rows[groups.row] = hidden.repeat_interleave(slots, dim=0)

@@ -1,0 +1,99 @@
+"""Load one rank's part of a checkpoint: all that is not an expert, and the rank's own experts.
+
+Other ranks' experts are never read: the model is built with smaller expert weights, and transformers' own loader, with
+its conversions from checkpoint names, gets a state dict that holds this rank's experts only, counted from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from rollout.expert_parallel import is_experts
+from rollout.parallel import ExpertRange
+
+_NUMBERED = re.compile(r"\.experts\.(\d+)\.")
+
+
+def load_rank(path: str, dtype: Any, rank: int, size: int) -> Any:
+    """The model in eval mode, with `num_experts // size` experts in each MoE layer.
+
+    Raises:
+        ValueError: when `size` does not divide the experts, or the family's expert weights cannot be divided, by name.
+    """
+    config = AutoConfig.from_pretrained(path)
+    plain: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    ranges: dict[int, ExpertRange] = {}
+    with torch.device("meta"):
+        for module in plain(config).modules():
+            if is_experts(module):
+                ranges[module.num_experts] = ExpertRange.of(rank, size, module.num_experts)
+    if len(ranges) != 1:
+        raise ValueError(
+            f"{plain.__name__} has {f'layers of {sorted(ranges)} experts' if ranges else 'no experts'} that go through "
+            "transformers' experts interface; this family cannot be divided among ranks, use dp_size=1"
+        )
+    (experts,) = ranges.values()
+    try:
+        model, facts = _divided(plain, experts).from_pretrained(
+            None, config=config, state_dict=dict(_own_tensors(path, experts)), dtype=dtype, output_loading_info=True
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"{plain.__name__}: its expert weights cannot be divided among ranks ({error}); use dp_size=1"
+        ) from error
+    if facts["missing_keys"]:
+        raise ValueError(f"model {path!r}: weights such as {sorted(facts['missing_keys'])[0]!r} are in no file")
+    return model.eval().requires_grad_(False)
+
+
+def _divided(plain: type, experts: ExpertRange) -> Any:
+    """The model's class, which shrinks its expert weights when it is built."""
+
+    def init(self: Any, config: Any) -> None:
+        plain.__init__(self, config)  # type: ignore[misc]
+        for module in self.modules():
+            if is_experts(module):
+                _shrink(module, experts)
+
+    return type(plain.__name__, (plain,), {"__init__": init})
+
+
+def _shrink(module: Any, experts: ExpertRange) -> None:
+    for name, weight in list(module.named_parameters(recurse=False)):
+        if weight.shape[0] == experts.num_experts:
+            shape = (experts.end - experts.start, *weight.shape[1:])
+            setattr(module, name, torch.nn.Parameter(weight.new_empty(shape), requires_grad=False))
+    module.num_experts = experts.end - experts.start
+    module.expert_range = experts
+
+
+def _own_tensors(path: str, experts: ExpertRange) -> Iterator[tuple[str, torch.Tensor]]:
+    directory = Path(path)
+    if not directory.is_dir():
+        directory = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield from _own_tensor(tensors, name, experts)
+
+
+def _own_tensor(tensors: Any, name: str, experts: ExpertRange) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of one expert, of all experts in one, or of none."""
+    numbered = _NUMBERED.search(name)
+    if numbered is not None:
+        index = int(numbered[1])
+        if experts.start <= index < experts.end:
+            own = f"{name[: numbered.start(1)]}{index - experts.start}{name[numbered.end(1) :]}"
+            yield own, tensors.get_tensor(name)
+        return
+    part = tensors.get_slice(name)
+    whole = ".experts." in name and part.get_shape()[0] == experts.num_experts
+    yield name, part[experts.start : experts.end] if whole else tensors.get_tensor(name)

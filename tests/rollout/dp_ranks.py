@@ -1,0 +1,56 @@
+"""One rank of a group, run as a process by test_expert_parallel.py: plain forwards with divided experts.
+
+    python -m tests.rollout.dp_ranks RANK SIZE DIRECTORY
+
+The directory holds `cases.json` and one checkpoint per family; `rank<R>.pt` gets the logits and routes of every case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.expert_parallel import use_expert_parallel
+from rollout.parallel import RankGroup, StepShape, join_group
+from rollout.router import watch
+from rollout.sharded_loader import load_rank
+from storage.sites import find_routers
+
+
+def run_case(case: dict[str, Any], directory: Path, rank: int, group: Any) -> dict[str, Any]:
+    """Forward this rank's tokens, padded as the case says; a rank without tokens joins with padding."""
+    size = len(case["tokens"])
+    model = load_rank(str(directory / case["family"]), torch.float32, rank, size)
+    ranks = RankGroup(rank, size, case["layout"], group)
+    use_expert_parallel(model, ranks, min_rows=1)
+    shape = StepShape(tuple(len(tokens) for tokens in case["tokens"]), case["graph_batch"])
+    seen: dict[int, torch.Tensor] = {}
+    ranks.begin(0, StepShape((2,) * size))
+    stop = watch(model, find_routers(model), lambda site, ids: seen.__setitem__(site, ids.clone()))
+    ranks.begin(1, shape)
+    own = case["tokens"][rank]
+    padded = own + [0] * (shape.rows[rank] - len(own))
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([padded]), use_cache=False).logits[0]
+    stop()
+    start, length = shape.local_slice(rank) if case["layout"] == "allgather" else (0, len(own))
+    return {
+        "logits": logits[: len(own)],
+        "routes": torch.stack([seen[site][start : start + length] for site in sorted(seen)], dim=1),
+        "expert_bytes": sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name),
+    }
+
+
+def main(rank: int, size: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    group = join_group(rank, size, f"file://{directory}/rendezvous{size}", timeout_s=60)
+    cases = [case for case in json.loads((directory / "cases.json").read_text()) if len(case["tokens"]) == size]
+    torch.save([run_case(case, directory, rank, group) for case in cases], directory / f"size{size}-rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
