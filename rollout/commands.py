@@ -6,7 +6,6 @@ import argparse
 import collections
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from storage import RoutingSpec, TraceDataset
+from storage import TraceDataset
+from storage.stats import add_load, load_entropy
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -116,8 +116,7 @@ def inspect_table(directory: str) -> Table:
         rows += trace.route_len
         if trace.reward is not None:
             rewards.append(trace.reward)
-        if trace.routed_experts is not None:
-            add_load(load, trace.routed_experts, spec)
+        add_load(load, trace, spec)
     size = sum(file.stat().st_size for file in Path(directory).glob("step-*/*.parquet"))
     table = Table("figure", "value", title=f"dataset {directory}")
     figures = {
@@ -129,24 +128,11 @@ def inspect_table(directory: str) -> Table:
         "recorded rows": rows,
         "routers": f"{spec.num_sites} sites, top {spec.top_k}, {spec.row_bytes} bytes per token in memory",
         "on disk": f"{size / 1e6:.2f} MB, {size / max(tokens, 1):.0f} bytes per token with everything",
-        "load entropy": load_entropies(load),
+        "load entropy": " ".join(f"{load_entropy(counts):.2f}" for counts in load),
     }
     for name, value in figures.items():
         table.add_row(name, str(value))
     return table
-
-
-def add_load(load: list[np.ndarray], routes: np.ndarray, spec: RoutingSpec) -> None:
-    """Count expert ids of `[rows, sites, K]` into one array per site."""
-    for index, site in enumerate(spec.sites):
-        load[index] += np.bincount(routes[:, index, : site.top_k].reshape(-1), minlength=site.num_experts)
-
-
-def load_entropies(load: Iterable[np.ndarray]) -> str:
-    """Entropy of each site's expert load, as a share of the balanced one: 1.00 is balanced."""
-    shares = [counts / max(counts.sum(), 1) for counts in load]
-    values = [-(p[p > 0] * np.log(p[p > 0])).sum() / np.log(max(len(p), 2)) for p in shares]
-    return " ".join(f"{value:.2f}" for value in values)
 
 
 def _span(steps: list[int]) -> str:
