@@ -20,6 +20,7 @@ from rollout.forced_rows import try_forcing
 from rollout.loader import LoadedModel, load_model, move_model, rope_types
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
+from rollout.prefix_cache import PrefixCache
 from rollout.request import Request
 from rollout.scheduler import Scheduler
 from rollout.self_test import (
@@ -97,6 +98,11 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
         longest = options.max_batch_tokens + min(loaded.max_positions, kv_tokens) + ROW_MULTIPLE
         stream.run(lambda: capturer.reserve(longest))
     runner.forcing = forcing
+    if options.prefix_cache and runner.whole_prompts:
+        raise ValueError(
+            f"prefix_cache=True is not available for {type(loaded.model).__name__}: its layers carry a state that "
+            "begins with the prompt; leave prefix_cache out"
+        )
     scheduler = Scheduler(
         options.max_running_requests,
         options.max_batch_tokens,
@@ -104,6 +110,7 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
         whole_prompts=runner.whole_prompts,
         preempts=forcing is not None or capturer is None,
         store=runner,
+        cache=PrefixCache() if options.prefix_cache else None,
     )
     engine = Engine(
         runner,

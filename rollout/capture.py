@@ -32,7 +32,7 @@ class RequestRoutes:
     def __init__(self, spec: RoutingSpec, capacity: int) -> None:
         self._rows = np.empty((capacity, *spec.row_shape), spec.dtype)
         self._filled = 0
-        self._sealed = False
+        self._sealed: int | None = None
 
     @property
     def filled(self) -> int:
@@ -44,12 +44,15 @@ class RequestRoutes:
         return self._rows[start : min(end, self._filled)]
 
     def extend(self, start: int, rows: np.ndarray, frozen: int = 0) -> None:
-        """Write rows `[start, start + len(rows))`; `start` must be where the last call ended. Dropped once sealed.
+        """Write rows `[start, start + len(rows))`; `start` must be where the last call ended. Once sealed, rows that do
+        not fit are dropped.
 
         Rows below position `frozen` were computed again under replay: they must be those of the first time.
         """
-        if self._sealed:
-            return
+        if self._sealed is not None:
+            rows = rows[: max(len(self._rows) - start, 0)] if start <= self._filled else rows[:0]
+            if not len(rows):
+                return
         if start < frozen:
             again = rows[: frozen - start]
             if not np.array_equal(again, self.rows(start, start + len(again))):
@@ -63,17 +66,20 @@ class RequestRoutes:
         self._filled += len(rows)
 
     def seal(self) -> None:
-        """The request has ended: rows of tokens that are still in flight are dropped."""
-        self._sealed = True
+        """The request has ended: it has the rows of now. Those of steps in flight serve only who copied its prefix."""
+        self._sealed = self._filled
 
     def take(self, limit: int | None = None) -> np.ndarray:
         """The first `limit` or all rows, `[rows, sites, K]`; a copy when the sequence ended early: no slack is kept."""
-        rows = self._rows[: self._filled][:limit]
+        rows = self._rows[: self._filled if self._sealed is None else self._sealed][:limit]
         return rows if len(rows) == len(self._rows) else rows.copy()
 
 
 class RouteSegment(NamedTuple):
-    """Rows `[start, end)` of a step are positions `position...` of one request, which has those below `frozen`."""
+    """Rows `[start, end)` of a step are positions `position...` of one request, which has those below `frozen`.
+
+    Those between `frozen` and `position` are of another request, `source`, whose prefix it took over.
+    """
 
     start: int
     end: int
@@ -81,6 +87,7 @@ class RouteSegment(NamedTuple):
     routes: RequestRoutes
     sample_id: str = ""
     frozen: int = 0
+    source: RequestRoutes | None = None
 
 
 class RouteState(enum.Enum):
@@ -133,6 +140,8 @@ class RoutedExpertsOutput:
         if self.host_cache is not None:
             self.host_cache[self.out_cache_loc.numpy()] = rows
         for segment in self.segments:
+            if segment.source is not None:
+                segment.routes.extend(segment.frozen, segment.source.rows(segment.frozen, segment.position))
             segment.routes.extend(segment.position, rows[segment.start : segment.end], segment.frozen)
 
     def _advance(self, before: RouteState, after: RouteState) -> None:

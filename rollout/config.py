@@ -24,6 +24,8 @@ class EngineOptions(StrictModel):
         disable_overlap_schedule: finish each step before the next is launched. The results do not differ.
         enable_return_routed_experts: record routes; off, `Trace.routed_experts` is None.
         batch_invariant: results do not depend, in any bit, on batch, chunks or neighbours. Slower.
+        prefix_cache: keep keys and values of ended requests while there is room; prompts that begin alike, such as the
+            samples of one prompt, are computed once. The traces do not differ.
         trust_remote_code: let a checkpoint run Python code that it ships; said in the log.
         num_threads: compute threads of torch inside the engine.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
@@ -38,6 +40,7 @@ class EngineOptions(StrictModel):
     disable_overlap_schedule: bool = False
     enable_return_routed_experts: bool = True
     batch_invariant: bool = False
+    prefix_cache: bool = False
     trust_remote_code: bool = False
     num_threads: int = Field(1, ge=1, le=256)
     experts_implementation: Literal["auto", "hit_experts", "eager", "grouped_mm", "batched_mm"] = "auto"

@@ -39,12 +39,15 @@ class StepEvent(NamedTuple):
 
 @dataclass
 class EngineStats:
-    """Counts since the engine started. `dropped_tokens`: sampled for requests that had already stopped."""
+    """Counts since the engine started. `tokens` were computed, `cached_tokens` copied instead. `dropped_tokens`:
+    sampled for requests that had already stopped. `preemptions`: how often a request yielded its slots."""
 
     forwards: int = 0
     tokens: int = 0
     sampled_tokens: int = 0
     dropped_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     events: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=4096))
 
 
@@ -66,7 +69,6 @@ class Engine:
         on_finish: Callable[[Request], None],
     ) -> None:
         self.stats = EngineStats()
-        self.weight_version = 0
         self._runner = runner
         self._scheduler = scheduler
         self._spec = spec
@@ -77,6 +79,15 @@ class Engine:
         self._launched = False
         self._held = False
         self.step = self.overlap_loop if overlap else self.normal_loop
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the next step runs with."""
+        return self._scheduler.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._scheduler.weights_changed(version)
 
     @property
     def resting(self) -> bool:
@@ -171,6 +182,7 @@ class Engine:
         except Exception as error:
             self._fail(step, batch, error)
             return
+        self.stats.cached_tokens, self.stats.preemptions = self._scheduler.cached_tokens, self._scheduler.preemptions
         tokens = sum(work.length for work in batch)
         for work in batch:
             work.request.launched(work.start + work.length, self.weight_version)
@@ -188,6 +200,7 @@ class Engine:
         self.stats.events.append(StepEvent("finalize", result.step, time.perf_counter(), 0))
         for work in result.batch:
             work.request.in_flight -= 1
+            work.request.confirmed = work.start + work.length
         for work, output in zip([w for w in result.batch if w.samples], result.outputs(), strict=True):
             self._deliver(work.request, *output)
 
@@ -234,5 +247,10 @@ class Engine:
     def _fail(self, step: int, batch: list[Work], error: Exception) -> None:
         """A step that failed ends its own requests, with the reason; the others go on."""
         logger.error("step %d failed: %s", step, error, exc_info=error)
-        for work in batch:
-            self._end_with(work.request, error)
+        failed = {work.request for work in batch}
+        for request in [work.request for work in batch]:
+            self._end_with(request, error)
+        for request in sorted(self._scheduler.running, key=lambda r: r.arrival):
+            if request.leader in failed:  # it copied what was not computed
+                failed.add(request)
+                self._end_with(request, error)

@@ -173,6 +173,11 @@ class KVPool:
         for store in (*self.keys.values(), *self.values.values()):
             store[slot : slot + count].zero_()
 
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy `count` slots in all layers to a place that does not overlap."""
+        for store in (*self.keys.values(), *self.values.values()):
+            store[target : target + count] = store[source : source + count]
+
     def move(self, source: int, target: int, count: int) -> None:
         """Move `count` slots in all layers; the vacated ones are zero. The places may overlap."""
         for store in (*self.keys.values(), *self.values.values()):

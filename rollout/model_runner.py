@@ -155,6 +155,10 @@ class ModelRunner:
         """Move a request's keys and values, its state or its own cache, behind all steps in flight."""
         self.stream.launch(lambda: self._move(source, target, count))
 
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        """Copy keys and values, behind all steps in flight."""
+        self.stream.launch(lambda: self.pool.copy(source, target, count))
+
     def clear_slots(self, slot: int, count: int) -> None:
         """Zero the keys and values of an ended request, behind all steps in flight: no NaN waits for the next owner.
 
@@ -216,13 +220,7 @@ class ModelRunner:
             edits=LogitEdits.plan([(i, w.request, w.drawn) for i, (w, _) in enumerate(sampling)], self._counts),
             top=TopRows.plan([(i, w.request.wanted, w.drawn) for i, (w, _) in enumerate(sampling)]),
             prompts=prompts,
-            segments=[
-                RouteSegment(
-                    span.start, span.end, w.start, w.request.routes, w.request.request.sample_id, w.request.frozen
-                )
-                for w, span in zip(batch, spans, strict=True)
-                if w.request.routes is not None
-            ],
+            segments=[_segment(w, span) for w, span in zip(batch, spans, strict=True) if w.request.routes is not None],
             forced=ForcedRows.plan(
                 [(w.request, w.start, w.start + w.length) for w in batch], len(position) + num_padding
             ),
@@ -284,6 +282,14 @@ class ModelRunner:
         if self.own_caches is not None:
             return [span.end - span.start for span in batch.spans]
         return [len(batch.input_ids)]
+
+
+def _segment(work: Work, span: Span) -> RouteSegment:
+    request = work.request
+    assert request.routes is not None
+    source, request.source = request.source, None  # with its first step only
+    names = request.request.sample_id, request.frozen
+    return RouteSegment(span.start, span.end, work.start, request.routes, *names, source)
 
 
 def _pad(values: np.ndarray, count: int) -> np.ndarray:

@@ -21,6 +21,11 @@ class Request:
             yielded. They are computed in chunks; every later token is a decode.
         frozen: rows it had when it was admitted. The forward must choose these experts again.
         in_flight: steps launched and not processed.
+        ready: tokens that steps before the one being scheduled compute.
+        confirmed: tokens whose steps were processed, of those in its slots.
+        leader: the running request whose prefix it copied; if a step of that one fails, so does this one.
+        source: the routes of a prefix that it copied and has no rows of yet.
+        epoch: how many updates of the weights there had been when it was first admitted.
         yielded: it had slots, and gave them up to an older request.
     """
 
@@ -39,6 +44,11 @@ class Request:
     computed: int = 0
     sampled: int = 0
     in_flight: int = 0
+    ready: int = 0
+    confirmed: int = 0
+    leader: Request | None = None
+    source: RequestRoutes | None = None
+    epoch: int | None = None
     yielded: bool = False
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -99,6 +109,19 @@ class Request:
         self.known = self.prompt_len + len(self.output_ids)
         self.sampled = len(self.output_ids)
         self.frozen = 0 if self.routes is None else self.routes.filled
+        self.ready = self.confirmed = 0
+        self.leader = self.source = None
+
+    def take_over(self, length: int, routes: RequestRoutes | None, leader: Request | None) -> None:
+        """The first tokens are computed: they were copied from where another request had them."""
+        self.computed = self.ready = self.confirmed = length
+        self.leader = leader
+        self.source = routes if length > self.frozen else None
+
+    def is_of(self, version: int) -> bool:
+        """Whether all rows that it brought along are of this weight version."""
+        start = self.request.start
+        return start is None or {span.version for span in start.weight_versions} == {version}
 
     def launched(self, end: int, version: int) -> None:
         """Note that rows up to `end` were launched. Rows computed again keep the version of their first time."""

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rollout.kv_pool import SlotAllocator
+from rollout.prefix_cache import Hit, Prefix, PrefixCache
 from rollout.request import Request
 
 MIN_GROWTH = 16
@@ -48,6 +49,9 @@ class SlotStore(Protocol):
     def move_slots(self, source: int, target: int, count: int) -> None:
         """Move `count` slots, which may overlap their new place."""
 
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        """Copy `count` slots to another place."""
+
     def clear_slots(self, slot: int, count: int) -> None:
         """Forget `count` slots."""
 
@@ -57,6 +61,9 @@ class NoStore:
 
     def move_slots(self, source: int, target: int, count: int) -> None:
         """Nothing to move."""
+
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        """Nothing to copy."""
 
     def clear_slots(self, slot: int, count: int) -> None:
         """Nothing to forget."""
@@ -78,6 +85,7 @@ class Scheduler:
         whole_prompts: bool = False,
         preempts: bool = True,
         store: SlotStore | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
         self.max_batch_tokens = max_batch_tokens
         self.whole_prompts = whole_prompts
@@ -85,7 +93,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self.cached_tokens = 0
         self.admits_new = True
+        self.weight_version = 0
+        self._epoch = 0
+        self._cache = cache
         self._preempts = preempts
         self._store = store or NoStore()
         self._max_running = max_running_requests
@@ -118,13 +130,18 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next step's work, decodes first; empty when every running request waits for its last result."""
+        for request in self.running:
+            request.ready = request.computed
         self._make_room()
         batch: list[Work] = []
         budget = self._take(batch, (r for r in self.running if not r.prefilling), self.max_batch_tokens)
         batch.sort(key=lambda work: work.request.slot)  # evenly spaced neighbours share one attention call
         budget = self._take(batch, (r for r in self.running if r.prefilling), budget)
-        while budget > 0 and self.waiting and self._admit(self.waiting[0]):
-            budget = self._take(batch, [self.running[-1]], budget)
+        for request in list(self.waiting):
+            if budget <= 0 or not self._admit(request):
+                break
+            if request.row >= 0:
+                budget = self._take(batch, [request], budget)
         return batch
 
     def _take(self, batch: list[Work], requests: Iterable[Request], budget: int) -> int:
@@ -163,6 +180,8 @@ class Scheduler:
         for growth in (request.capacity, MIN_GROWTH):
             capacity = min(request.capacity + growth, request.max_rows)
             slot = self.slots.resize(request.slot, request.capacity, capacity)
+            if slot is None and self._evict():
+                return self._grow(request)
             if slot is not None:
                 if slot != request.slot:
                     self._store.move_slots(request.slot, slot, request.computed)
@@ -173,24 +192,69 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's slots. It waits ahead of those that arrived later, and recomputes then."""
         self.preemptions += 1
-        self._vacate(request)
+        self._vacate(request, keep=True)
         request.computed, request.yielded = 0, True
         self.waiting.appendleft(request)
 
     def _admit(self, request: Request) -> bool:
-        if (
-            not self._rows or not self._may_begin(request) or request.in_flight
-        ):  # what it sampled is not on the host yet
+        """Give a waiting request a row and slots. False ends the admissions of this step; True without a row lets those
+        behind it go first: another request is about to compute its prefix."""
+        if not self._rows or not self._may_begin(request):
+            return False
+        if request.in_flight:  # what it sampled is not on the host yet
             return False
         request.begin()
+        hit = self._find(request)
+        if hit is not None and hit.pending:
+            return True
         capacity = self._capacity(request)
-        slot = self.slots.allocate(capacity)
+        slot = self._allocate(capacity, hit.prefix if hit is not None else None)
+        if slot is None and hit is not None:
+            hit, slot = None, self._allocate(capacity, None)
         if slot is None:
             return False
-        self.waiting.popleft()
+        self.waiting.remove(request)
         request.slot, request.capacity, request.row = slot, capacity, self._rows.pop()
         self.running.append(request)
+        self._take_over(request, hit)
         return True
+
+    def _find(self, request: Request) -> Hit | None:
+        wants_all = request.wanted is not None and request.wanted.wants_prompt  # logits of every prompt token
+        return None if self._cache is None or wants_all else self._cache.find(request)
+
+    def _take_over(self, request: Request, hit: Hit | None) -> None:
+        if request.epoch is None:
+            request.epoch = self._epoch
+        if hit is not None and hit.length:
+            self._store.copy_slots(hit.prefix.place, request.slot, hit.length)
+            request.take_over(hit.length, hit.prefix.routes, hit.prefix.owner)
+            self.cached_tokens += hit.length
+        if self._cache is not None and request.epoch == self._epoch and request.is_of(self.weight_version):
+            self._cache.begin(request)
+
+    def _allocate(self, capacity: int, keep: Prefix | None) -> int | None:
+        """Slots, for which prefixes that nobody owns make room."""
+        while (slot := self.slots.allocate(capacity)) is None and self._evict(keep):
+            pass
+        return slot
+
+    def _evict(self, keep: Prefix | None = None) -> bool:
+        victim = None if self._cache is None else self._cache.evict(keep)
+        if victim is not None:
+            self._free(victim)
+        return victim is not None
+
+    def _free(self, prefix: Prefix) -> None:
+        self._store.clear_slots(prefix.slot, prefix.length)
+        self.slots.release(prefix.slot, prefix.capacity)
+
+    def weights_changed(self, version: int) -> None:
+        """Nothing that was computed before may serve a request that comes now."""
+        self.weight_version = version
+        self._epoch += 1
+        for prefix in self._cache.forget() if self._cache is not None else ():
+            self._free(prefix)
 
     def _capacity(self, request: Request) -> int:
         """Slots to begin with. Powers of two space requests evenly. One that yielded comes back when its longest
@@ -208,12 +272,13 @@ class Scheduler:
         if request.row < 0:
             self.waiting.remove(request)
         else:
-            self._vacate(request)
+            self._vacate(request, keep=request.finish_reason != "error")
 
-    def _vacate(self, request: Request) -> None:
+    def _vacate(self, request: Request, keep: bool) -> None:
         self.running.remove(request)
-        self._store.clear_slots(request.slot, request.computed)
-        self.slots.release(request.slot, request.capacity)
+        if self._cache is None or not self._cache.end(request, keep):
+            self._store.clear_slots(request.slot, request.computed)
+            self.slots.release(request.slot, request.capacity)
         self._rows.append(request.row)
         request.row = -1
 
@@ -223,7 +288,8 @@ class Scheduler:
         Raises:
             RuntimeError: naming what leaked or has two owners.
         """
-        owned = sorted((r.slot, r.slot + r.capacity) for r in self.running)
+        left = self._cache.left() if self._cache is not None else []
+        owned = [(r.slot, r.slot + r.capacity) for r in self.running] + [(p.slot, p.slot + p.capacity) for p in left]
         rows = sorted([*self._rows, *(r.row for r in self.running)])
         if rows != list(range(self._max_running)):
             raise RuntimeError(f"rows {rows} of {self._max_running} are free or in use: one leaked or has two owners")
