@@ -30,7 +30,7 @@ class RequestRoutes:
     """
 
     def __init__(self, spec: RoutingSpec, capacity: int) -> None:
-        self._rows = np.empty((capacity, *spec.row_shape), spec.dtype)
+        self._rows = np.empty((capacity, *spec.row_shape), spec.dtype)  # absent: no reader gets past `_filled`
         self._filled = 0
         self._sealed: int | None = None
 
@@ -123,6 +123,8 @@ class RoutedExpertsOutput:
         self.segments = segments
         self.step = step
         self.state = RouteState.CAPTURED
+        if len(routed_experts) != len(out_cache_loc):
+            raise RuntimeError(f"{self._name()}: {len(routed_experts)} rows for {len(out_cache_loc)} tokens")
         self._copy_done: Event | None = None
 
     def copy_to_cpu(self, stream: Stream, copy_done: Event) -> None:

@@ -241,7 +241,8 @@ class Engine:
         self._on_finish(request)
 
     def _end_with(self, request: Request, error: Exception) -> None:
-        request.error = f"{type(error).__name__}: {error}"
+        if request.finish_reason is None:
+            request.error = f"{type(error).__name__}: {error}"
         self._finish(request, "error", None)
 
     def _fail(self, step: int, batch: list[Work], error: Exception) -> None:

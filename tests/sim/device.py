@@ -142,10 +142,9 @@ class SimDevice(TorchDispatchMode):
         self.current.synchronize()
 
     def reuse(self, box: Box, stream: Stream, readers: list[Stream]) -> None:
-        """Memory that nobody holds any more is overwritten by the next kernel that gets it."""
-        for reader in readers:
-            stream.wait_stream(reader)
-        stream.enqueue("reuse", lambda: None if box.value is None else poison(box.value))
+        """Memory that nobody holds any more is overwritten by the next kernel that gets it: in its own stream, or once
+        the stream that was recorded as its reader has come that far."""
+        (readers[-1] if readers else stream).enqueue("reuse", lambda: None if box.value is None else poison(box.value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.dispatch(func, args, kwargs or {})

@@ -97,6 +97,19 @@ def mixed_workload(rig: Rig) -> list[Request]:
     return requests
 
 
+def short_workload(rig: Rig) -> list[Request]:
+    """A chunked prompt, decodes, mixed steps, a length end in most steps and an abort; nothing is random."""
+    requests = [
+        rig.add(length, index, max_tokens=index + 2, temperature=0, ignore_eos=True)
+        for index, length in enumerate((26, 9, 3, 1, 20))
+    ]
+    for _ in range(4):
+        rig.turn()
+    rig.built.engine.abort([requests[3]])
+    rig.finish()
+    return requests
+
+
 def outcome(request: Request) -> dict[str, Any]:
     """All that a caller gets of a request; the part of an aborted one that was delivered."""
     assert request.routes is not None
