@@ -43,6 +43,7 @@ class Start:
         routed_experts: `[rows, sites, K]` from position 0 on; recomputation repeats them.
         weight_versions: spans over these rows; without any, rows count as computed now.
         completion_ids, logprobs, raw_logprobs: sampled tokens behind the prompt; `rows` is then `P + k - 1`.
+        top: `top_ids`, `top_logprobs` and `raw_top_logprobs` of these tokens, if they are wanted; see Trace.
     """
 
     routed_experts: np.ndarray
@@ -50,6 +51,7 @@ class Start:
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
+    top: tuple[np.ndarray, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rollout.backend import Backend, ModelInfo, PauseMode, Recorder
+from rollout.backend import Backend, ModelInfo, PauseMode, Recorder, Start
 from rollout.call import Parties, RunningCall
 from rollout.requests import CheckedCall, Prompt, RequestBuilder
 from rollout.rewards import RewardFn, RewardRunner
 from rollout.sampling import SamplingParams
 from rollout.score import Score, Sequences, run_scores, score_requests
+from rollout.session import Session
 from rollout.start import ResumedCall
 from rollout.steps import StepLedger
 from rollout.threads import in_thread
@@ -265,6 +266,26 @@ class RolloutClient:
         self._check_open()
         requests = score_requests(self._requests, sequences, sampling_params or SamplingParams(), replay)
         return run_scores(self._parties.backend, requests, sequences)
+
+    def session(self, sampling_params: SamplingParams | None = None) -> Session:
+        """A conversation of several turns; see rollout/session.py.
+
+        Raises:
+            ValueError: this client records no routes, or the model's routers cannot repeat them.
+        """
+        if not self.info.captures_routes or self.info.not_forced:
+            why = self.info.not_forced or "it records no routes (enable_return_routed_experts=False)"
+            raise ValueError(f"a session needs an engine that can repeat recorded routes: {why}")
+
+        def sample(
+            tokens: Prompt, start: Start | None, params: SamplingParams | None, step: int | None, facts: Any
+        ) -> Trace:
+            rows = 0 if start is None else len(start.routed_experts)
+            own = params or sampling_params
+            checked = self._requests.check([tokens], 1, own, None, facts, rows, [start])
+            return self._begin(checked, step).collect()[0]
+
+        return Session(sample, self._requests.tokenize)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Self]:

@@ -91,6 +91,9 @@ class Request:
             self.routes.extend(0, start.routed_experts)
         self.output_ids, self.logprobs = list(start.completion_ids), list(start.logprobs)
         self.raw_logprobs = list(start.raw_logprobs)
+        if self.wanted is not None and start.top is not None:
+            for at in range(len(self.output_ids)):
+                self.wanted.set_completion(at, tuple(values[at] for values in start.top))
         if self.output_ids:
             self.stop(self.output_ids)  # what was read is not searched again
         if start.weight_versions:

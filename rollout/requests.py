@@ -133,6 +133,10 @@ class RequestBuilder:
         seeded = [p if p.seed is not None else p.model_copy(update=drawn) for p in params]
         return ResumedCall(self.run, list(traces), seeded, [self._bad_word_ids(i, p) for i, p in enumerate(params)])
 
+    def tokenize(self, text: str) -> list[int]:
+        """Text in the middle of a sequence: no special tokens."""
+        return list(self._tokenizer(0)(text, add_special_tokens=False)["input_ids"])
+
     def _prompt_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
         try:
             if isinstance(prompt, (bytes, bytearray)):

@@ -114,6 +114,11 @@ def params_of(index: int, trace: Trace, given: SamplingParams | None) -> Samplin
             f"{name} has {len(trace.completion_ids)} completion tokens and max_tokens is {params.max_tokens}, which "
             "counts them too; pass sampling_params with a larger max_tokens"
         )
+    recorded = 0 if trace.top_ids is None else trace.top_ids.shape[1]
+    if trace.completion_ids and params.logprobs and params.logprobs != recorded:
+        raise ValueError(
+            f"{name} has {recorded} logprobs per token and {params.logprobs} are asked for; they are not computed again"
+        )
     return params if params.seed is not None or trace.seed is None else params.model_copy(update={"seed": trace.seed})
 
 
@@ -154,4 +159,10 @@ def _start(trace: Trace) -> Start | None:
         raw_logprobs=tuple(trace.raw_logprobs.tolist()),
         routed_experts=trace.routed_experts,
         weight_versions=tuple(trace.weight_versions),
+        top=_top(trace),
     )
+
+
+def _top(trace: Trace) -> tuple[np.ndarray, ...] | None:
+    top = trace.top_ids, trace.top_logprobs, trace.raw_top_logprobs
+    return None if any(values is None for values in top) else top  # type: ignore[return-value]

@@ -164,3 +164,14 @@ def test_an_engine_without_capture_continues_nothing(path, whole):
     with RolloutClient.local(path, enable_return_routed_experts=False) as client:
         with pytest.raises(ValueError, match="cannot repeat recorded routes: it records no routes"):
             client.sample(resume=whole[:1], sampling_params=PARAMS.model_copy(update={"max_tokens": 40}))
+
+
+def test_optional_logprobs_are_those_of_both_parts(client):
+    top = {"logprobs": 3}
+    short = client.sample(prompts(1), sampling_params=SHORT.model_copy(update=top), step=0)
+    whole = client.sample(prompts(1), sampling_params=PARAMS.model_copy(update=top), step=0)
+    merged = client.sample(resume=short, sampling_params=PARAMS.model_copy(update=top))
+    assert merged[0].top_ids.tolist() == whole[0].top_ids.tolist()
+    assert merged[0].raw_top_logprobs.tobytes() == whole[0].raw_top_logprobs.tobytes()
+    with pytest.raises(ValueError, match="has 3 logprobs per token and 5 are asked for"):
+        client.sample(resume=short, sampling_params=PARAMS.model_copy(update={"logprobs": 5}))
