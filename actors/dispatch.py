@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +85,7 @@ class Dispatch:
     """The state of one `ActorPool.stream` call.
 
     Events that another thread may set, seen within `POLL_SECONDS`: `aborted` ends all requests as such, `left` drops
-    them, `closed` is the whole pool's.
+    them, `closed` is the whole pool's. While `paused()`, no actor is asked for more.
     """
 
     def __init__(
@@ -95,7 +95,9 @@ class Dispatch:
         limits: Limits,
         spec: RoutingSpec,
         closed: threading.Event,
+        paused: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._paused = paused
         self._slots, self._limits, self._spec, self._closed = slots, limits, spec, closed
         self.aborted, self.left = threading.Event(), threading.Event()
         self._missing = {request.sample_id: request for request in requests}
@@ -143,7 +145,8 @@ class Dispatch:
         return self.aborted.is_set() or self.left.is_set()
 
     def _submit(self) -> None:
-        ready = [(slot, slot.ready_handle()) for slot in self._slots] if self._waiting else []
+        wanted = self._waiting and not self._paused()
+        ready = [(slot, slot.ready_handle()) for slot in self._slots] if wanted else []
         while self._waiting and (free := self._least_loaded(ready)) is not None:
             self._calls.append(_Call(*free, self._waiting.popleft(), self._limits.tables_in_flight))
 
@@ -158,6 +161,8 @@ class Dispatch:
         loading = [slot.loading for slot in self._slots] if self._waiting else []
         refs = [call.items for call in self._calls] + [ref for ref in loading if ref is not None]
         if not refs:
+            if self._waiting and self._paused():
+                self.left.wait(POLL_SECONDS)
             return []
         ray.wait(refs, num_returns=1, timeout=POLL_SECONDS, fetch_local=False)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)

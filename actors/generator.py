@@ -7,13 +7,15 @@ import logging
 import os
 from collections import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import ray
 
 from actors.packing import pack
+from actors.stored_weights import StoredWeights
 from rollout.backend import Backend, ModelInfo, PauseMode, SampleRequest
+from rollout.update_modes import InFlight, KVMode
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,10 @@ def local_backend(model: str, **engine_options: Any) -> Backend:
     from rollout.local_backend import LocalBackend
 
     return LocalBackend(model, **engine_options)
+
+
+def _nothing_staged(in_flight: InFlight, kv: KVMode) -> None:
+    raise RuntimeError("apply_weights without stage_weights")
 
 
 class Generator:
@@ -52,18 +58,24 @@ class Generator:
         self._engine_options = engine_options or {}
         self._backend_factory = backend_factory
         self._backend: Backend | None = None
+        self._update = contextlib.ExitStack()
+        self._apply: Callable[[InFlight, KVMode], None] = _nothing_staged
 
     @ray.method(concurrency_group="control")
-    def load(self, weights: Any = None, version: int = 0, paused: bool = False) -> ModelInfo:
+    def load(
+        self, weights: StoredWeights | None = None, version: int = 0, paused: bool = False, asleep: int = 0
+    ) -> ModelInfo:
         """Load the model, then `weights` on top of it. Not part of `__init__`, so that errors keep their type.
 
-        A pool that is paused takes a new actor `paused`, too.
+        A pool that is paused takes a new actor `paused`, too, and one that sleeps one that sleeps at level `asleep`.
         """
         backend = self._backend_factory(self._model, **self._engine_options)
         if weights is not None:
-            backend.update_weights(weights, version)
+            backend.update_weights(weights.tensors(), version, force=True)
         if paused:
             backend.pause()
+        if asleep:
+            backend.sleep(asleep)
         self._backend = backend
         return backend.info
 
@@ -78,9 +90,34 @@ class Generator:
         return pack(backend.stream(requests), backend.info.spec, stopped=stopped)
 
     @ray.method(concurrency_group="control")
-    def update_weights(self, source: Any, version: int) -> None:
-        """See `Backend.update_weights`."""
-        self._loaded().update_weights(source, version)
+    def stage_weights(self, weights: StoredWeights, version: int, force: bool, check_finite: bool) -> None:
+        """Check an update and hold it ready; the old weights go on serving. See `Backend.prepare_update`."""
+        stack = contextlib.ExitStack()
+        update = self._loaded().prepare_update(weights.tensors(), version, force=force, check_finite=check_finite)
+        self._apply = stack.enter_context(update)
+        self._update = stack
+
+    @ray.method(concurrency_group="control")
+    def apply_weights(self, in_flight: InFlight, kv: KVMode) -> None:
+        """Carry out what was staged."""
+        with self._update:
+            self._apply(in_flight, kv)
+
+    @ray.method(concurrency_group="control")
+    def drop_weights(self) -> None:
+        """Forget what was staged, if anything was."""
+        self._update.close()
+
+    @ray.method(concurrency_group="control")
+    def sleep(self, level: int, in_flight: Literal["wait", "abort"]) -> None:
+        """See `Backend.sleep`."""
+        self._loaded().sleep(level, in_flight=in_flight)
+
+    @ray.method(concurrency_group="control")
+    def wake(self, weights: StoredWeights | None, version: int | None, force: bool, check_finite: bool) -> None:
+        """See `Backend.wake`."""
+        tensors = weights.tensors() if weights is not None else None
+        self._loaded().wake(tensors, version, force=force, check_finite=check_finite)
 
     @ray.method(concurrency_group="control")
     def pause(self, mode: PauseMode = "keep") -> None:
@@ -135,7 +172,7 @@ class _GeneratorActor(Generator):
 
 
 _OPTIONS: dict[str, Any] = {
-    "concurrency_groups": {"control": 2, "generate": CONCURRENT_STREAMS},
+    "concurrency_groups": {"control": 4, "generate": CONCURRENT_STREAMS},
     "max_restarts": 0,
     "max_task_retries": 0,
 }

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
 
+from actors.all_or_none import Round
 from actors.dispatch import Dispatch, Limits
 from actors.finished import RemoteFinished
 from actors.generator import GeneratorActor, local_backend
-from actors.remote import LOST, check_resources, ensure_ray, fetch
+from actors.remote import LOST, check_resources, ensure_ray
 from actors.slot import ActorSlot
+from actors.stored_weights import StoredWeights
 from actors.stream import PoolStream
 from rollout.backend import Backend, ModelInfo, PauseMode, SampleRequest, check_pause_mode, known_samples
 from rollout.config import EngineOptions
+from rollout.update_modes import (
+    WAITS_FOR_EVER,
+    InFlight,
+    KVMode,
+    OneAtATime,
+    check_modes,
+    check_sleep,
+    check_version,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +86,9 @@ class ActorPool:
             runtime_env=_one_thread(runtime_env or {}, engine_options),
         )
         self._actor_args = (absolute_if_local(model), engine_options, backend_factory)
-        self._weights: tuple[Any, int] = (None, 0)
+        self._weights: tuple[StoredWeights | None, int] = (None, 0)
+        self._turns = OneAtATime()
+        self._asleep = 0
         self._dispatches: list[Dispatch] = []
         self._paused = False
         self._changed = threading.Condition()
@@ -96,10 +110,14 @@ class ActorPool:
 
         Raises:
             ValueError: two requests share a sample id.
-            RuntimeError: while iterating, when actors keep dying over the same samples; naming the last error.
+            RuntimeError: the actors sleep; while iterating, actors keep dying over the same samples; naming one.
             Exception: while iterating, what an actor's engine raised, in its own type and words.
         """
-        dispatch = Dispatch(self._slots, requests, self._limits, self._info.spec, self._closed)
+        if self._asleep:
+            raise RuntimeError("the actors sleep, their weights are not on the device: call wake() before sampling")
+        dispatch = Dispatch(
+            self._slots, requests, self._limits, self._info.spec, self._closed, paused=lambda: bool(self._asleep)
+        )
         return PoolStream(dispatch, self._run(dispatch))
 
     def _run(self, dispatch: Dispatch) -> Generator[RemoteFinished, None, None]:
@@ -137,37 +155,99 @@ class ActorPool:
             dispatch.discard(wanted)
 
     def _ask_all(self, ask: Callable[[Any], Any]) -> None:
-        for slot in self._slots:
-            self._await_loaded(slot)
-        handles = [slot.handle for slot in self._slots]
-        errors = [_error_of(ref) for ref in [ask(handle) for handle in handles]]
-        for slot, handle, error in zip(self._slots, handles, errors, strict=True):
-            if isinstance(error, LOST):
-                slot.replace(handle, error)
-            elif error is not None:
-                raise error
+        self._await_all()
+        answers = Round(self._slots, ask)
+        answers.replace_lost()
+        if answers.refusal is not None and not isinstance(answers.refusal, LOST):
+            raise answers.refusal
 
-    def update_weights(self, source: Any, version: int) -> None:
-        """Replace the weights of all actors, or of none when they do not fit. The source is stored once, for all.
+    def update_weights(
+        self,
+        source: Any,
+        version: int,
+        *,
+        force: bool = False,
+        in_flight: InFlight = "wait",
+        kv: KVMode = "keep",
+        check_finite: bool = False,
+    ) -> None:
+        """See `RolloutClient.update_weights`: on all actors, or on none when one of them refuses.
 
-        An actor that dies meanwhile is replaced by one with the new weights.
+        The source is read here and stored once; a node gets one copy of it. It stays in the object store until the next
+        update: an actor that dies is replaced by one that takes these weights before it samples.
 
         Raises:
-            ValueError: the source is no state dict, a path for example; no actor was asked.
-            RuntimeError: while a stream is running.
-            Exception: why the actors refused, in its own type and words.
+            Exception: why an actor refused, in its own type and words; nothing was changed.
         """
-        if not isinstance(source, Mapping):
-            raise ValueError(f"weights are a {type(source).__name__}; pass a state dict as from model.state_dict()")
-        with self._changed:
-            self._check_open()
-            if self._dispatches:
-                raise RuntimeError(
-                    f"{len(self._dispatches)} streams are running; finish or close them before update_weights"
-                )
-            for slot in self._slots:
-                self._await_loaded(slot)
-            self._update_all((_shareable(source), version))
+        check_modes(in_flight, kv)
+        with self.prepare_update(source, version, force=force, check_finite=check_finite) as apply:
+            apply(in_flight, kv)
+
+    @contextlib.contextmanager
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> Iterator[Callable[[InFlight, KVMode], None]]:
+        """The two halves of an update; see `Backend.prepare_update`."""
+        with self._turns.take(f"update_weights to version {version!r}"):
+            if self._asleep:
+                raise RuntimeError("update_weights while the actors sleep; call wake(weights, version)")
+            stored = self._store(source, version, force)
+            self._await_all()
+            options = stored, version, force, check_finite
+            staged = Round(self._slots, lambda handle: handle.stage_weights.remote(*options))
+            try:
+                if staged.refusal is not None:
+                    raise staged.refusal
+                yield lambda in_flight, kv: self._apply(staged, (stored, version), in_flight, kv)
+            finally:
+                Round(self._slots, lambda handle: handle.drop_weights.remote()).replace_lost()
+
+    def _apply(self, staged: Round, weights: tuple[StoredWeights, int], in_flight: InFlight, kv: KVMode) -> None:
+        """Actors that are begun from now on begin with the new weights, so none is left behind."""
+        if in_flight == "wait" and self._paused:
+            raise RuntimeError(WAITS_FOR_EVER)
+        self._weights = weights
+        applied = Round(self._slots, lambda handle: handle.apply_weights.remote(in_flight, kv))
+        staged.replace_failed()
+        applied.replace_failed()
+        self._await_all()
+
+    def sleep(self, level: int = 1, *, in_flight: Literal["wait", "abort"] = "wait") -> None:
+        """See `RolloutClient.sleep`: all actors."""
+        check_sleep(level, in_flight)
+        with self._turns.take("sleep"):
+            if self._asleep:
+                raise RuntimeError("sleep while the actors sleep; call wake()")
+            if in_flight == "wait" and self._paused:
+                raise RuntimeError(WAITS_FOR_EVER)
+            self._await_all()
+            self._asleep = level
+            Round(self._slots, lambda handle: handle.sleep.remote(level, in_flight)).replace_failed()
+
+    def wake(
+        self, source: Any = None, version: int | None = None, *, force: bool = False, check_finite: bool = False
+    ) -> None:
+        """See `RolloutClient.wake`: all actors."""
+        with self._turns.take("wake"):
+            if not self._asleep:
+                raise RuntimeError("wake() of actors that do not sleep")
+            stored = None if source is None else self._store(source, version, force)
+            self._await_all()
+            woken = Round(self._slots, lambda handle: handle.wake.remote(stored, version, force, check_finite))
+            if woken.refusal is not None:
+                raise woken.refusal
+            self._asleep = 0
+            if stored is not None and version is not None:
+                self._weights = (stored, version)
+            woken.replace_failed()
+
+    def _store(self, source: Any, version: Any, force: bool) -> StoredWeights:
+        from rollout.weights import named_tensors
+
+        self._check_open()
+        with contextlib.closing(named_tensors(source)) as named:
+            check_version(version, self._weights[1], force)
+            return StoredWeights.put(named)
 
     def close(self) -> None:
         """Stop the actors. Running streams end with finish_reason "abort"."""
@@ -188,7 +268,13 @@ class ActorPool:
     def _start(self) -> tuple[Any, Any]:
         """Begin an actor with the current weights: its handle and the reference of its `load`."""
         handle = self._make_actor.remote(*self._actor_args)
-        return handle, handle.load.remote(*self._weights, paused=self._paused)
+        return handle, handle.load.remote(*self._weights, paused=self._paused, asleep=self._asleep)
+
+    def _await_all(self) -> None:
+        with self._changed:
+            self._check_open()
+        for slot in self._slots:
+            self._await_loaded(slot)
 
     def _await_loaded(self, slot: ActorSlot) -> ModelInfo:
         while slot.ready_handle() is None:
@@ -202,37 +288,10 @@ class ActorPool:
                 )
         return slot.info
 
-    def _update_all(self, weights: tuple[Any, int]) -> None:
-        handles = [slot.handle for slot in self._slots]
-        errors = [_error_of(ref) for ref in [handle.update_weights.remote(*weights) for handle in handles]]
-        taken = None in errors
-        if taken:
-            self._weights = weights
-        for slot, handle, error in zip(self._slots, handles, errors, strict=True):
-            if error is not None and (taken or isinstance(error, LOST)):
-                slot.replace(handle, error)
-        if not taken:
-            raise next((error for error in errors if not isinstance(error, LOST)), errors[0])  # type: ignore[misc]
-
 
 def absolute_if_local(path: str | Path) -> str:
     """An existing local path made absolute, since actors have another working directory; anything else unchanged."""
     return str(Path(path).resolve()) if Path(path).exists() else str(path)
-
-
-def _error_of(ref: Any) -> Exception | None:
-    try:
-        fetch(ref)
-    except Exception as error:
-        return error
-    return None
-
-
-def _shareable(source: Mapping[str, Any]) -> Any:
-    """One object-store copy of a state dict, on the CPU, for all actors."""
-    return ray.put(
-        {name: tensor.detach().cpu() if hasattr(tensor, "detach") else tensor for name, tensor in source.items()}
-    )
 
 
 def _limits_for(engine_options: Mapping[str, Any]) -> Limits:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol, get_args
@@ -12,6 +13,7 @@ import pyarrow as pa
 
 from rollout.capabilities import Capabilities
 from rollout.sampling import SamplingParams
+from rollout.update_modes import InFlight, KVMode
 from storage.trace import RoutingSpec, Trace, WeightSpan
 
 PauseMode = Literal["keep", "wait", "abort", "yield"]
@@ -176,8 +178,31 @@ class Backend(Protocol):
             ValueError: one of them is not known, or has ended; nothing is aborted.
         """
 
-    def update_weights(self, source: Any, version: int) -> None:
-        """Replace the weights of an idle backend; refused whole when names or shapes do not fit."""
+    def update_weights(
+        self,
+        source: Any,
+        version: int,
+        *,
+        force: bool = False,
+        in_flight: InFlight = "wait",
+        kv: KVMode = "keep",
+        check_finite: bool = False,
+    ) -> None:
+        """See `RolloutClient.update_weights`; refused whole when names or shapes do not fit."""
+
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> AbstractContextManager[Callable[[InFlight, KVMode], None]]:
+        """An update in two halves, for a pool: entering checks it, calling the result with `in_flight` and `kv` applies
+        it, leaving drops it."""
+
+    def sleep(self, level: int = 1, *, in_flight: Literal["wait", "abort"] = "wait") -> None:
+        """See `RolloutClient.sleep`."""
+
+    def wake(
+        self, source: Any = None, version: int | None = None, *, force: bool = False, check_finite: bool = False
+    ) -> None:
+        """See `RolloutClient.wake`."""
 
     def close(self) -> None:
         """Stop, free the model; running streams end with finish_reason "abort"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import torch
 from rollout.attention import LatentCacheError, use_slot_attention
 from rollout.backend import ModelInfo
 from rollout.capture import RoutedExpertsCapturer
+from rollout.checkpoint_names import CheckpointNames
 from rollout.config import EngineOptions
 from rollout.device import Stream, open_stream
+from rollout.device_memory import ParkedWeights
 from rollout.engine import Engine
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
 from rollout.forced_rows import try_forcing
@@ -32,7 +35,8 @@ from rollout.self_test import (
     plain_forward,
 )
 from rollout.state_layers import StateLayers, find_state_modules
-from rollout.weights import check_state_dict, copy_weights
+from rollout.update_modes import check_version
+from rollout.weights import StagedWeights, stage
 
 logger = logging.getLogger(__name__)
 MAX_POOL_BYTES = 2 * 2**30
@@ -47,19 +51,56 @@ class BuiltEngine:
     info: ModelInfo
     tokenizer: Any
     stream: Stream
+    names: CheckpointNames
+    kv_tokens: int
+    parked: ParkedWeights | None = None
 
-    def update_weights(self, source: Any, version: int) -> None:
-        """See LocalBackend.update_weights."""
-        self.engine.drain()  # a stream that was closed may have left its last step in flight
-        if not self.engine.idle:
-            raise RuntimeError("update_weights needs an idle engine: finish or close the running streams first")
-        if type(version) is not int or version >= 2**63:
-            raise ValueError(f"weight version is {version!r}, need an integer")
-        if version <= self.engine.weight_version:
-            raise ValueError(f"weight version {version} is not above the current {self.engine.weight_version}")
-        tensors = check_state_dict(self.runner.model, source)
-        self.stream.run(lambda: copy_weights(self.runner.model, tensors))
+    def stage_weights(self, source: Any, version: int, force: bool, check_finite: bool) -> StagedWeights:
+        """Check version and weights while the old ones serve; for any thread. See LocalBackend.update_weights."""
+        with contextlib.ExitStack() as stack:
+            if hasattr(source, "close"):
+                stack.callback(source.close)  # whoever feeds it must not wait for ever for a refused update
+            check_version(version, self.engine.weight_version, force)
+            return stage(self.names, source, check_finite)
+
+    def apply_weights(self, staged: StagedWeights, version: int, recompute: bool = False) -> None:
+        """Copy staged weights behind the steps in flight; steps from now on use them.
+
+        With `recompute` running requests give up their keys and values, and compute them again with the new weights
+        under replay of the rows they have.
+        """
+        self.stream.run(lambda: staged.copy_into(self.runner.model))
         self.engine.weight_version = version
+        if recompute:
+            self.engine.yield_all()
+
+    def check_recompute(self) -> None:
+        """Raises ValueError for a model that cannot repeat its routes while it recomputes."""
+        if self.runner.forcing is None and self.runner.capturer is not None:
+            raise ValueError(
+                f"kv='recompute' replays recorded routes, and those of {type(self.runner.model).__name__} cannot be "
+                "forced; use kv='keep'"
+            )
+
+    def sleep(self, level: int) -> None:
+        """Free the pool and the weights on the device; level 1 keeps a copy of the weights on the host."""
+
+        def park() -> None:
+            self.runner.forget_all()
+            self.parked = ParkedWeights(self.runner.model, keep=level == 1)
+
+        self.engine.forget_prefixes()
+        self.stream.run(park)
+        self.runner.resize(0)
+
+    def wake(self, staged: StagedWeights | None, version: int) -> None:
+        """Undo `sleep`, with staged weights if there are any."""
+        assert self.parked is not None
+        self.stream.run(self.parked.restore)
+        self.parked = None
+        self.runner.resize(self.kv_tokens)
+        if staged is not None:
+            self.apply_weights(staged, version)
 
     def close(self) -> None:
         """Process what is in flight, stop the device thread, remove the hooks."""
@@ -121,7 +162,9 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
         overlap=not options.disable_overlap_schedule,
         on_finish=on_finish,
     )
-    return BuiltEngine(engine, runner, _info(path, loaded, kv_tokens, options, not_forced), loaded.tokenizer, stream)
+    names = CheckpointNames(loaded.model)
+    info = _info(path, loaded, kv_tokens, options, not_forced)
+    return BuiltEngine(engine, runner, info, loaded.tokenizer, stream, names, kv_tokens)
 
 
 def _tested_runner(

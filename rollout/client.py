@@ -18,6 +18,7 @@ from rollout.session import Session
 from rollout.start import ResumedCall
 from rollout.steps import StepLedger
 from rollout.threads import in_thread
+from rollout.update_modes import InFlight, KVMode
 from storage.trace import Trace
 
 
@@ -324,19 +325,61 @@ class RolloutClient:
         self._check_open()
         self._parties.backend.abort(sample_ids)
 
-    def update_weights(self, source: Any, version: int) -> None:
-        """Replace the weights everywhere; rows sampled from now on carry `version`.
+    def update_weights(
+        self,
+        source: Any,
+        version: int,
+        *,
+        force: bool = False,
+        in_flight: InFlight = "wait",
+        kv: KVMode = "keep",
+        check_finite: bool = False,
+    ) -> None:
+        """Replace the weights everywhere, between two steps; rows sampled from now on carry `version`.
 
         Args:
-            source: a state dict with the names of `model.state_dict()`.
+            source: a state dict; a directory of safetensors files; or an iterator of `(name, tensor)` or of buckets of
+                these, such as `rollout.weight_transfer.receive_weights` and `full_tensors`. Names are those of
+                `model.state_dict()` or those that transformers saves.
             version: above the current one, which starts at 0.
+            force: take any version, also one that goes back.
+            in_flight: what becomes of requests that have begun. "wait": they end under the old weights first. "abort":
+                they end now, with finish_reason "abort" and the tokens they have. "keep": they go on under the new
+                weights, and `Trace.weight_versions` says which rows are whose. Others begin with the new weights.
+            kv: with "keep", their cached keys and values stay those of the old weights ("keep"), or are computed again
+                under replay of the rows recorded so far ("recompute").
+            check_finite: refuse NaN and infinite values.
 
         Raises:
-            ValueError: names, shapes or version do not fit; the old weights stay.
-            RuntimeError: samples are running.
+            ValueError, FileNotFoundError: names, shapes, values or version do not fit; the old weights go on serving.
+            RuntimeError: another update is under way, or the engine sleeps.
         """
         self._check_open()
-        self._parties.backend.update_weights(source, version)
+        self._parties.backend.update_weights(
+            source, version, force=force, in_flight=in_flight, kv=kv, check_finite=check_finite
+        )
+
+    def sleep(self, level: int = 1, *, in_flight: Literal["wait", "abort"] = "wait") -> None:
+        """Free weights and key/value pool on the device, for a trainer that shares it. Sampling raises until `wake`.
+
+        Args:
+            level: 1 keeps a copy of the weights in host memory, 2 keeps none. (On a CPU, level 1 frees the pool only.)
+            in_flight: "wait" lets requests that have begun end first, "abort" ends them now. Others wait for `wake`.
+        """
+        self._check_open()
+        self._parties.backend.sleep(level, in_flight=in_flight)
+
+    def wake(
+        self, source: Any = None, version: int | None = None, *, force: bool = False, check_finite: bool = False
+    ) -> None:
+        """Undo `sleep`, with the weights from before or, required after level 2, new ones as in `update_weights`.
+
+        Raises:
+            ValueError, FileNotFoundError: the weights do not fit, or are missing; the engine sleeps on.
+            RuntimeError: the engine does not sleep.
+        """
+        self._check_open()
+        self._parties.backend.wake(source, version, force=force, check_finite=check_finite)
 
     def close(self) -> None:
         """Stop the engine; what was not committed is abandoned, calls that still run in other threads fail."""

@@ -95,9 +95,28 @@ class Engine:
         return not self._in_flight and (self._held or self._scheduler.waits)
 
     @property
+    def paused(self) -> bool:
+        """Running requests stay where they are until `resume`."""
+        return self._held
+
+    @property
     def idle(self) -> bool:
         """No request waits or runs and no step is in flight."""
         return self._scheduler.idle and not self._in_flight
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that have begun and not ended, also those that yielded their slots for the moment."""
+        return self._scheduler.begun
+
+    @property
+    def hold(self) -> bool:
+        """Whether requests that wait are kept waiting: for an update, or while the engine sleeps."""
+        return self._scheduler.hold
+
+    @hold.setter
+    def hold(self, hold: bool) -> None:
+        self._scheduler.hold = hold
 
     def new_request(self, request: SampleRequest) -> Request:
         """A request under the current weights, to be queued with `add`."""
@@ -159,6 +178,10 @@ class Engine:
     def check(self) -> None:
         """Every slot and row has one owner or none. Raises RuntimeError naming what leaked."""
         self._scheduler.check()
+
+    def forget_prefixes(self) -> None:
+        """Drop cached keys and values that no running request uses."""
+        self._scheduler.weights_changed(self.weight_version)
 
     def yield_all(self) -> None:
         """All running requests give up their slots. They recompute them under replay of their rows."""

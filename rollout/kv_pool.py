@@ -194,7 +194,7 @@ class KVPool:
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU their pages cost no memory until they are written (torch.zeros writes them all)."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from rollout.config import EngineOptions
 from rollout.local_stream import LocalStream, Outbox
 from rollout.request import Request
 from rollout.traces import trace_of
+from rollout.update_modes import InFlight, KVMode, OneAtATime, check_modes, check_sleep
+from rollout.weight_updates import WeightUpdates
 from storage.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ class LocalBackend:
         self._outboxes: dict[Request, Outbox] = {}
         self._streams: weakref.WeakSet[LocalStream] = weakref.WeakSet()
         self._pausing: list[Future[None]] = []
+        self._updates = WeightUpdates(self._built, self._post)
+        self._turns = OneAtATime()
         self._dead: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()  # no command is queued behind the one that stops the engine
@@ -65,7 +70,13 @@ class LocalBackend:
         return 2 * self.options.max_running_requests
 
     def stream(self, requests: Sequence[SampleRequest]) -> LocalStream:
-        """Each request's trace once, as they finish. Closing the stream aborts the rest."""
+        """Each request's trace once, as they finish. Closing the stream aborts the rest.
+
+        Raises:
+            RuntimeError: the engine sleeps.
+        """
+        if self._updates.asleep:
+            raise RuntimeError("the engine sleeps, its weights are not on the device: call wake() before sampling")
         stream = LocalStream(self, requests)
         with self._lock:
             self._streams.add(stream)
@@ -99,14 +110,59 @@ class LocalBackend:
             stream.discard(wanted)
         self._post(lambda: self._built.engine.abort([e for e in self._outboxes if e.request.sample_id in wanted]))
 
-    def update_weights(self, source: Any, version: int) -> None:
-        """Copy a state dict (names as in `model.state_dict()`) into the idle engine; rows from now on carry `version`.
+    def update_weights(
+        self,
+        source: Any,
+        version: int,
+        *,
+        force: bool = False,
+        in_flight: InFlight = "wait",
+        kv: KVMode = "keep",
+        check_finite: bool = False,
+    ) -> None:
+        """See `RolloutClient.update_weights`. The source is read and checked while the engine goes on sampling."""
+        check_modes(in_flight, kv)
+        with self.prepare_update(source, version, force=force, check_finite=check_finite) as apply:
+            apply(in_flight, kv)
 
-        Raises:
-            ValueError: a name, shape or dtype does not fit; nothing was changed.
-            RuntimeError: requests are running.
+    @contextlib.contextmanager
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> Iterator[Callable[[InFlight, KVMode], None]]:
+        """The two halves of an update: entering checks and stages it, the function applies it, leaving drops it.
+
+        A pool of engines applies only when all have staged.
         """
-        self._call(lambda: self._built.update_weights(source, version))
+        with self._turns.take(f"update_weights to version {version!r}"):
+            self._check_awake("update_weights", "wake(weights, version)")
+            staged = self._built.stage_weights(source, version, force, check_finite)
+            yield lambda in_flight, kv: self._updates.apply(staged, version, in_flight, kv)
+
+    def sleep(self, level: int = 1, *, in_flight: InFlight = "wait") -> None:
+        """See `RolloutClient.sleep`."""
+        check_sleep(level, in_flight)
+        with self._turns.take("sleep"):
+            self._check_awake("sleep", "wake()")
+            self._updates.sleep(level, in_flight)
+
+    def wake(
+        self, source: Any = None, version: int | None = None, *, force: bool = False, check_finite: bool = False
+    ) -> None:
+        """See `RolloutClient.wake`."""
+        with self._turns.take("wake"):
+            parked = self._built.parked
+            if parked is None:
+                raise RuntimeError("wake() of an engine that does not sleep")
+            if source is None and not parked.keep:
+                raise ValueError("sleep(level=2) kept no weights: call wake(weights, version)")
+            staged = None
+            if source is not None:
+                staged = self._built.stage_weights(source, version, force, check_finite)  # type: ignore[arg-type]
+            self._updates.wake(staged, version or 0)
+
+    def _check_awake(self, what: str, remedy: str) -> None:
+        if self._updates.asleep:
+            raise RuntimeError(f"{what} while the engine sleeps; call {remedy}")
 
     def close(self) -> None:
         """Abort what runs, stop both threads. Streams that wait get the aborted traces."""
@@ -160,20 +216,18 @@ class LocalBackend:
 
     def _call(self, command: Callable[[], None]) -> None:
         """Run a command on the engine's thread and wait for it."""
-        answer: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        answer: Future[None] = Future()
 
         def answered() -> None:
             try:
                 command()
             except Exception as error:
-                answer.put(error)
+                answer.set_exception(error)
             else:
-                answer.put(None)
+                answer.set_result(None)
 
         self._post(answered)
-        error = answer.get()
-        if error is not None:
-            raise error
+        answer.result()
 
     def _on_finish(self, request: Request) -> None:
         self._outboxes.pop(request).put(request)
@@ -183,6 +237,7 @@ class LocalBackend:
             while self._receive():
                 if not self._built.engine.resting:
                     self._built.engine.step()
+                self._updates.turn()
         except BaseException as error:
             logger.exception("the engine stopped")
             with self._lock:
@@ -195,6 +250,7 @@ class LocalBackend:
         finally:
             while self._pausing:
                 self._pausing.pop().set_exception(RuntimeError("this engine is closed"))
+            self._updates.cancel(self._dead)
             self._built.close()
 
     def _rest(self) -> None:

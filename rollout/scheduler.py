@@ -100,6 +100,7 @@ class Scheduler:
         self._cache = cache
         self._preempts = preempts
         self._store = store or NoStore()
+        self.hold = False  # admit none that has not begun
         self._max_running = max_running_requests
         self._arrivals = 0
         self._rows = list(range(max_running_requests))[::-1]
@@ -121,7 +122,7 @@ class Scheduler:
         return not self.running and not (self.waiting and self._may_begin(self.waiting[0]))
 
     def _may_begin(self, request: Request) -> bool:
-        return self.admits_new or request.yielded
+        return request.yielded or (self.admits_new and not self.hold)
 
     def requests(self) -> Iterator[Request]:
         """All requests, running ones first."""
@@ -143,6 +144,11 @@ class Scheduler:
             if request.row >= 0:
                 budget = self._take(batch, [request], budget)
         return batch
+
+    @property
+    def begun(self) -> list[Request]:
+        """Requests that have rows already: those that run, and those that yielded and wait to go on."""
+        return [*self.running, *(request for request in self.waiting if request.yielded)]
 
     def _take(self, batch: list[Work], requests: Iterable[Request], budget: int) -> int:
         for request in requests:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -19,6 +20,7 @@ from rollout.engine_model import EngineModel
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply, failed_trace, trace_of
 from rollout.finished_trace import FinishedTrace
 from rollout.served_weights import check_checkpoint
+from rollout.update_modes import InFlight, KVMode
 from storage.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -207,9 +209,27 @@ class ServedBackend:
                 self._idle.set()
         return trace_of(request, reply, self._adapter.model, version, self._retractions)
 
-    def update_weights(
-        self, source: Any, version: int, *, in_flight: Literal["wait", "abort"] = "wait", **others: Any
-    ) -> None:
+    @contextlib.contextmanager
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> Iterator[Callable[[InFlight, KVMode], None]]:
+        """See `Backend.prepare_update`; here all is checked by the second half."""
+        others = {"force": force, "check_finite": check_finite}
+        yield lambda in_flight, kv: self.update_weights(source, version, in_flight=in_flight, kv=kv, **others)
+
+    def sleep(self, level: int = 1, *, in_flight: Literal["wait", "abort"] = "wait") -> None:
+        """Not offered.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{self._adapter.capabilities.engine} cannot sleep through this client; use its own interface")
+
+    def wake(self, source: Any = None, version: int | None = None, **_: Any) -> None:
+        """Not offered, see `sleep`."""
+        raise ValueError(f"{self._adapter.capabilities.engine} cannot sleep through this client; use its own interface")
+
+    def update_weights(self, source: Any, version: int, *, in_flight: InFlight = "wait", **others: Any) -> None:
         """Replace the weights between requests; what arrives meanwhile waits.
 
         The first update is a rehearsal: the current weights are loaded again and must give the same greedy tokens and

@@ -9,8 +9,9 @@ from typing import Any
 
 from safetensors import safe_open
 
+from rollout.checkpoint_names import CheckpointNames
 from rollout.engine_model import EngineModel
-from rollout.weights import check_state_dict
+from rollout.weights import stage
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -32,7 +33,7 @@ def check_checkpoint(source: Any, model: EngineModel, *, in_process: bool) -> No
                 "weights are a state dict, and a server reads its own files: save_pretrained() to a directory that the "
                 "server sees too and pass its path"
             )
-        check_state_dict(model.model, source)
+        stage(CheckpointNames(model.model), source)
         return
     if not isinstance(source, (str, os.PathLike)):
         raise ValueError(f"weights are a {type(source).__name__}; pass a checkpoint directory")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ class FakeBackend:
 
     Options:
         journal: a folder; every started request leaves an empty file there, named after its sample.
-        die_at, die_times: kill the process when it comes to this sample, as often as that (counted in the journal).
+        die_at, die_times: kill the process when it comes to this sample, as often as that (counted in the journal);
+            "stage" and "apply" are the two halves of a weight update.
         fail_at: raise ValueError at this sample.  error_at: answer this sample with finish_reason "error".
         load_error: raise FileNotFoundError instead of loading.  load_seconds: how long loading takes.
     """
@@ -96,6 +98,7 @@ class FakeBackend:
         time.sleep(load_seconds)
         self.info = ModelInfo(SPEC, 100, 4096, "the fake's own limit", None, True)
         self.version = 0
+        self.asleep = 0
         self._journal = Path(journal) if journal else None
         self._die_at, self._die_times, self._fail_at, self._error_at = die_at, die_times, fail_at, error_at
         self._streams: list[FakeStream] = []
@@ -121,10 +124,39 @@ class FakeBackend:
             return empty_trace(request, "abort")
         return expected_trace(request, self.version)
 
-    def update_weights(self, source: Any, version: int) -> None:
+    def update_weights(self, source: Any, version: int, **options: Any) -> None:
+        with self.prepare_update(source, version) as apply:
+            apply("keep", "keep")
+
+    @contextlib.contextmanager
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> Iterator[Callable[[str, str], None]]:
         if set(source) != {"w"}:
             raise ValueError(f"unknown weights {sorted(set(source) - {'w'})}")
+        self._die_once("stage")
+        yield lambda in_flight, kv: self._apply(version)
+
+    def _apply(self, version: int) -> None:
+        self._die_once("apply")
         self.version = version
+
+    def _die_once(self, half: str) -> None:
+        """`die_times` actors of the pool, and no more, end in this half."""
+        for number in range(self._die_times if self._die_at == half and self._journal else 0):
+            with contextlib.suppress(FileExistsError):
+                (self._journal / f"death-{number}").open("x").close()
+                os._exit(1)
+
+    def sleep(self, level: int = 1, *, in_flight: str = "wait") -> None:
+        self.asleep = level
+
+    def wake(self, source: Any = None, version: int | None = None, **options: Any) -> None:
+        if source is None and self.asleep == 2:
+            raise ValueError("sleep(level=2) kept no weights: call wake(weights, version)")
+        self.asleep = 0
+        if source is not None:
+            self.update_weights(source, version or 0)
 
     def close(self) -> None:
         for stream in self._streams:

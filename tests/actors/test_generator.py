@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from actors.generator import Generator
 from actors.packing import pack
+from actors.stored_weights import StoredWeights
 from storage.schema import from_table, to_table
 from tests.actors.fakes import SPEC, FakeBackend, expected_trace, make_request, make_requests
 from tests.actors.waiting import eventually
@@ -120,9 +123,11 @@ def test_an_error_comes_after_what_finished_before_it() -> None:
 def test_new_weights_reach_later_samples_and_a_freshly_loaded_backend() -> None:
     request = make_request("run/0/0/0")
     generator = loaded()
-    generator.update_weights({"w": 1}, 3)
+    stored = cast(StoredWeights, SimpleNamespace(tensors=lambda: {"w": 1}))
+    generator.stage_weights(stored, 3, force=False, check_finite=False)
+    generator.apply_weights("wait", "keep")
     fresh = Generator("model", {}, FakeBackend)
-    assert fresh.load({"w": 1}, 3).spec == SPEC
+    assert fresh.load(stored, 3).spec == SPEC
     for one in (generator, fresh):
         (trace,) = from_table(next(one.generate([request])))
         assert trace.weight_version == 3

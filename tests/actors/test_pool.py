@@ -14,17 +14,20 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.exceptions import ActorDiedError, ObjectLostError
 
 from actors.dispatch import Dispatch, Limits
 from actors.finished import RemoteFinished
 from actors.pool import ActorPool
-from actors.remote import fetch
+from actors.remote import LOST, fetch
 from actors.slot import ActorSlot
 from storage.schema import to_table
 from storage.trace import Trace
 from tests.actors.fakes import SPEC, FakeBackend, expected_trace, make_request, make_requests
 from tests.actors.waiting import eventually
+
+ONE = torch.ones(1)
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -244,7 +247,7 @@ def test_an_actor_that_dies_in_mid_stream_loses_and_doubles_nothing(journal: Pat
 def test_an_actor_killed_from_outside_is_replaced_with_the_current_weights() -> None:
     first, second = make_requests(prompts=2, samples=2), make_requests(prompts=6, samples=2, step=1)
     with pool_of(1) as pool:
-        pool.update_weights({"w": 1}, version=3)
+        pool.update_weights({"w": ONE}, version=3)
         pid = collect(pool, first)[0].metadata["pid"]
         os.kill(pid, signal.SIGKILL)
         traces = collect(pool, second)
@@ -280,21 +283,67 @@ def test_a_model_that_does_not_load_raises_the_original_error() -> None:
 def test_weights_that_do_not_fit_change_no_actor(pool: ActorPool) -> None:
     requests = make_requests(prompts=8, samples=1, step=4)
     with pytest.raises(ValueError, match=r"^unknown weights \['q'\]$"):
-        pool.update_weights({"w": 1, "q": 2}, version=9)
+        pool.update_weights({"w": ONE, "q": ONE}, version=9)
     assert_exactly(collect(pool, requests), requests, version=0)
 
 
-def test_a_path_is_no_state_dict(pool: ActorPool) -> None:
-    with pytest.raises(ValueError, match="weights are a PosixPath; pass a state dict"):
-        pool.update_weights(Path("/checkpoints/7"), version=9)
+def test_weights_of_another_kind_are_refused_before_any_actor_is_asked(pool: ActorPool, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"it is no directory; nothing was changed"):
+        pool.update_weights(tmp_path / "7", version=9)
+    with pytest.raises(ValueError, match="weights are a int; pass a state dict"):
+        pool.update_weights(7, version=9)
+    with pytest.raises(ValueError, match="weight 'w' is no dense tensor"):
+        pool.update_weights({"w": 1}, version=9)
+    with pytest.raises(ValueError, match="weight version 0 is not above the current 0; force=True allows it"):
+        pool.update_weights({"w": ONE}, version=0)
 
 
-def test_weights_wait_for_an_idle_pool(pool: ActorPool) -> None:
-    stream = pool.stream(make_requests(prompts=8, samples=1, step=5))
-    next(stream)
-    with pytest.raises(RuntimeError, match="1 streams are running"):
-        pool.update_weights({"w": 1}, version=1)
-    stream.close()
+@pytest.mark.parametrize("half", ["stage", "apply"])
+def test_an_actor_that_dies_in_an_update_is_replaced_and_has_the_new_weights_before_it_samples(
+    half: str, journal: Path
+) -> None:
+    """One of two actors dies in each half; the other goes through. None is left with the weights from before."""
+    requests = make_requests(prompts=8, samples=1, step=2)
+    with pool_of(2, journal=str(journal), die_at=half) as pool:
+        pool.update_weights({"w": ONE}, version=5)
+        traces = collect(pool, requests)
+    assert_exactly(traces, requests, version=5)
+    assert len({trace.metadata["pid"] for trace in traces}) == 2
+    assert len(list(journal.glob("death-*"))) == 1
+
+
+def test_an_update_that_kills_every_actor_is_an_error_and_the_old_weights_serve(journal: Path) -> None:
+    requests = make_requests(prompts=4, samples=1, step=2)
+    with pool_of(2, journal=str(journal), die_at="stage", die_times=2) as pool:
+        with pytest.raises(LOST):
+            pool.update_weights({"w": ONE}, version=5)
+        assert_exactly(collect(pool, requests), requests, version=0)
+
+
+def test_an_update_during_an_update_is_refused_by_name(pool: ActorPool) -> None:
+    with pool.prepare_update({"w": ONE}, 6):
+        with pytest.raises(RuntimeError, match="version 7 while update_weights to version 6 is under way"):
+            pool.update_weights({"w": ONE}, version=7)
+    requests = make_requests(prompts=4, samples=1, step=8)
+    assert_exactly(collect(pool, requests), requests, version=0)  # the first one was left before it was applied
+
+
+def test_a_sleeping_pool_refuses_to_sample_and_an_actor_that_dies_in_its_sleep_comes_back_asleep() -> None:
+    requests = make_requests(prompts=4, samples=1, step=9)
+    with pool_of(2) as pool:
+        pool.update_weights({"w": ONE}, version=3)
+        pool.sleep(level=2)
+        with pytest.raises(RuntimeError, match=r"the actors sleep.*call wake\(\) before sampling"):
+            pool.stream(requests)
+        with pytest.raises(RuntimeError, match="update_weights while the actors sleep"):
+            pool.update_weights({"w": ONE}, version=4)
+        slot = pool._slots[0]
+        ray.kill(slot.handle)
+        slot.replace(slot.handle, RuntimeError("killed"))
+        with pytest.raises(ValueError, match="kept no weights"):
+            pool.wake()
+        pool.wake({"w": ONE}, version=4)
+        assert_exactly(collect(pool, requests), requests, version=4)
 
 
 def test_closing_the_pool_ends_running_streams_with_abort() -> None:

@@ -270,8 +270,8 @@ def test_a_refused_call_does_not_use_up_its_step(client):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: "weights.safetensors", "weights are a str; pass a state dict as from model.state_dict()"),
-        (lambda state: {**state, "extra": torch.zeros(1)}, r"unknown \['extra'\], missing \[\]; nothing was changed"),
+        (lambda state: 7, r"weights are a int; pass a state dict .*, a directory of safetensors files, or an iterator"),
+        (lambda state: {**state, "extra": torch.zeros(1)}, r"unknown \['extra'\]; nothing was changed"),
         (lambda state: dict(list(state.items())[1:]), r"missing \['model.embed_tokens.weight'\]; nothing was changed"),
         (
             lambda state: {**state, "model.norm.weight": torch.zeros(3)},
@@ -296,7 +296,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(client, chang
 
 def test_a_version_that_does_not_rise_is_refused(client):
     model = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
-    with pytest.raises(ValueError, match="weight version 0 is not above the current 0"):
+    with pytest.raises(ValueError, match="weight version 0 is not above the current 0; force=True allows it"):
         client.update_weights(model.state_dict(), version=0)
 
 
