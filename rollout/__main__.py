@@ -51,6 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="check every file, checksum and row; exit code 1 on problems")
     verify.add_argument("dir", metavar="DIR")
+    verify.add_argument(
+        "--repair",
+        action="store_true",
+        help="first remove what dead writers left; committed data is never touched",
+    )
 
     export = commands.add_parser("export", help="write the traces of a dataset in a trainer's format")
     export.add_argument("dir", metavar="DIR")

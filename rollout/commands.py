@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from storage import TraceDataset
+from storage import TraceDataset, repair_dataset, verify_dataset
 from storage.stats import add_load, load_entropy
 
 
@@ -141,11 +141,13 @@ def _span(steps: list[int]) -> str:
 
 def verify(options: argparse.Namespace) -> int:
     """Print each problem of a dataset on a line; exit code 1 when there is one."""
-    problems = TraceDataset(options.dir).verify()
+    if options.repair:
+        for path in repair_dataset(options.dir):
+            sys.stderr.write(f"removed {path}\n")
+    problems = verify_dataset(options.dir)
     for problem in problems:
         sys.stdout.write(f"{problem}\n")
-    dataset = TraceDataset(options.dir)
-    sys.stderr.write(f"{options.dir}: {len(dataset.steps)} steps, {len(problems)} problems\n")
+    sys.stderr.write(f"{options.dir}: {len(problems)} problems\n")
     return int(bool(problems))
 
 

@@ -120,9 +120,7 @@ class TraceDataset:
         200
         """
         batches = list(self.scan(columns, filter, step))
-        schema = trace_schema(self._spec)
-        names = COLUMNS if columns is None else columns
-        schema = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+        schema = trace_schema(self._spec, COLUMNS if columns is None else columns)
         return pa.Table.from_batches([batch.cast(schema) for batch in batches], schema)
 
     def annotate(self, step: int, samples: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from storage.durable import fsync_directory, write_durably
 from storage.manifest import MANIFEST_FILE, Manifest, PartFile
-from storage.part import ROW_GROUP_SAMPLES, DigestFile, PartWriter
+from storage.part import ROW_GROUP_SAMPLES, Compression, DigestFile, PartWriter
 from storage.schema import trace_schema
 from storage.staging import StagingDirectory
 from storage.store import LocalStore, Store
@@ -39,11 +39,11 @@ class Place(Protocol):
 class OpenFolder:
     """Parts of a step or of a pack, one row group in memory."""
 
-    def __init__(self, place: Place, spec: RoutingSpec, max_part_bytes: int) -> None:
+    def __init__(self, place: Place, spec: RoutingSpec, max_part_bytes: int, compression: Compression = "zstd") -> None:
         self.sample_ids: set[str] = set()
         self._place = place
         self._schema = trace_schema(spec)
-        self._max_part_bytes = max_part_bytes
+        self._max_part_bytes, self._compression = max_part_bytes, compression
         self._files: list[PartFile] = []
         self._part: tuple[str, PartWriter] | None = None
 
@@ -52,7 +52,7 @@ class OpenFolder:
         for start in range(0, len(table), ROW_GROUP_SAMPLES):
             if self._part is None:
                 name, file = self._place.new_part(len(self._files))
-                self._part = name, PartWriter(file, self._schema)
+                self._part = name, PartWriter(file, self._schema, self._compression)
             self._part[1].write(table.slice(start, ROW_GROUP_SAMPLES))
             if self._part[1].bytes_written >= self._max_part_bytes:
                 self._close_part()

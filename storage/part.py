@@ -6,13 +6,14 @@ import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.manifest import PartFile
 
+Compression = Literal["zstd", "none"]
 ROW_GROUP_SAMPLES = 16
 ROW_GROUP_BYTES = 32 << 20
 _REPETITIVE = ("group_id", "step", "weight_version", "finish_reason", "stop_reason", "sampling_params")
@@ -22,15 +23,15 @@ _SMALL = ("sample_id", "group_id", "step", "weight_version", "finish_reason", "r
 class PartWriter:
     """Writes `file` in row groups of at most 16 samples or about 32 MiB, buffering at most one row group."""
 
-    def __init__(self, file: DigestFile, schema: pa.Schema) -> None:
+    def __init__(self, file: DigestFile, schema: pa.Schema, compression: Compression = "zstd") -> None:
         self.sample_ids: list[str] = []
         self._file = file
         self._pending = schema.empty_table()
         self._parquet = pq.ParquetWriter(
             self._file,
             schema,
-            compression="zstd",
-            compression_level=1,
+            compression=compression,
+            compression_level=1 if compression == "zstd" else None,
             use_dictionary=list(_REPETITIVE),
             write_statistics=list(_SMALL),
             write_page_checksum=True,

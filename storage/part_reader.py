@@ -96,7 +96,8 @@ class PartReader:
                 use_threads=False,
             )
             batches = scanner.to_batches()
-        while (batch := self._next(batches)) is not None:
+        schema = trace_schema(self._spec, columns)
+        while (batch := self._next(batches, schema)) is not None:
             yield batch
 
     def problems(self) -> Iterator[str]:
@@ -112,9 +113,10 @@ class PartReader:
         with self._naming_the_file():
             return from_table(table, check_crc=True)
 
-    def _next(self, batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch | None:
+    def _next(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch | None:
         with self._naming_the_file():
-            return next(batches, None)
+            batch = next(batches, None)
+            return None if batch is None else batch.cast(schema)  # a null where there can be none is damage
 
     @contextmanager
     def _naming_the_file(self) -> Iterator[None]:

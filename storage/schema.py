@@ -63,9 +63,11 @@ _NUMPY_LISTS = (*_CHECKSUMMED, "route_valid")
 COLUMNS = tuple(field.name for field in _FIELDS)
 
 
-def trace_schema(spec: RoutingSpec) -> pa.Schema:
-    """The Arrow schema of traces of `spec`, with format version and spec in its metadata."""
-    return pa.schema(_FIELDS, metadata={VERSION_KEY: FORMAT_VERSION, SPEC_KEY: spec.to_json()})
+def trace_schema(spec: RoutingSpec, columns: Sequence[str] = COLUMNS) -> pa.Schema:
+    """The Arrow schema of traces of `spec`, or some columns of it, with format version and spec in its metadata."""
+    fields = {field.name: field for field in _FIELDS}
+    chosen = [fields[name] for name in columns]
+    return pa.schema(chosen, metadata={VERSION_KEY: FORMAT_VERSION, SPEC_KEY: spec.to_json()})
 
 
 def spec_of(schema: pa.Schema) -> RoutingSpec:

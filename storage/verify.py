@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from storage.annotations import annotation_files, read_annotation
 from storage.catalog import Catalog, Place
 from storage.errors import DatasetError
-from storage.manifest import MANIFEST_FILE, is_folder, read_manifest, read_spec
+from storage.manifest import MANIFEST_FILE, Manifest, PartFile, is_folder, read_manifest, read_spec
 from storage.part_reader import PartReader
 from storage.staging import clean_staging, dead_staging
 from storage.store import LocalStore, Root, Store, open_store
@@ -57,6 +57,7 @@ def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
             continue
         for file in manifest.files:
             yield from _file_problems(store, Place(f"{folder}/{file.path}", file, 0, file.rows), spec)
+            yield from _step_problems(store, folder, file, manifest, spec)
         for step, _ in manifest.steps:
             for sample_id in (sample_id for extent in manifest.extents(step) for sample_id in extent.sample_ids):
                 if sample_id in owner:
@@ -94,6 +95,21 @@ def _file_problems(store: Store, place: Place, spec: RoutingSpec) -> Iterator[st
                 yield f"{url}: its sample_ids are not those in its manifest"
     except DatasetError as error:
         yield str(error)
+
+
+def _step_problems(store: Store, folder: str, file: PartFile, manifest: Manifest, spec: RoutingSpec) -> Iterator[str]:
+    """Rows whose step is not the one that the manifest gives them. What cannot be read was reported already."""
+    extents = [(step, e) for step, _ in manifest.steps for e in manifest.extents(step) if e.file is file]
+    expected = [step for step, extent in extents for _ in range(extent.start, extent.stop)]
+    try:
+        with PartReader.open(store, f"{folder}/{file.path}", spec) as part:
+            found = [step for batch in part.batches(["step"], None) for step in batch.column(0).to_pylist()]
+    except DatasetError:
+        return
+    if len(found) == len(expected) and found != expected:
+        row = next(row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        name = f"{store.url(folder)}/{file.path}"
+        yield f"{name}: row {row} is of step {found[row]}, its manifest says {expected[row]}"
 
 
 def _sha256(store: Store, name: str) -> str:

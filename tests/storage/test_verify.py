@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from hashlib import sha256
@@ -12,7 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage import DamagedDataError, DatasetError, RoutingSpec, Trace, TraceDataset, TraceWriter, verify_dataset
+from storage import (
+    DamagedDataError,
+    DatasetError,
+    RoutingSpec,
+    Trace,
+    TraceDataset,
+    TraceWriter,
+    repair_dataset,
+    verify_dataset,
+)
 from storage.schema import to_table, trace_schema
 from tests.storage.builders import SPEC, make_traces
 
@@ -183,3 +193,41 @@ def test_strays(root: Path) -> None:
         f"{root / STEP / 'copy.parquet'}: is not in the manifest",
         f"{root / 'step-000000009'}: has no _manifest.json; restore it, or remove the directory",
     ]
+
+
+def test_a_row_of_another_step(root: Path) -> None:
+    traces = make_traces(0, 3)
+    traces[2].step = 1
+    replace_part(root, to_table(traces, SPEC))
+    assert verify_dataset(root) == [f"{root / PART}: row 2 is of step 1, its manifest says 0"]
+
+
+def test_repair_removes_what_was_never_committed_and_nothing_else(root: Path) -> None:
+    dead = root / "_staging" / f"000000001-{os.uname().nodename}-{'0' * 32}"
+    dead.mkdir()
+    (dead / "part-00000.staging").write_bytes(b"half")
+    (root / PART).write_bytes(b"damaged")
+    before = {path: path.read_bytes() for path in root.glob("step-*/*")}
+    assert len(verify_dataset(root)) == 3
+    assert repair_dataset(root) == [str(dead)]
+    assert {path: path.read_bytes() for path in root.glob("step-*/*")} == before
+    assert len(verify_dataset(root)) == 2
+    assert repair_dataset(root) == []
+
+
+def test_an_annotation_of_a_foreign_sample(root: Path) -> None:
+    TraceDataset(root).annotate(0, {"run/0/0/0": {"reward": 1.0}})
+    (root / "_annotations/step-000000000").rename(root / "_annotations/step-000000001")
+    path = root / "_annotations/step-000000001/000000000.json"
+    assert verify_dataset(root) == [f"{path}: ValueError: it annotates step 0"]
+
+
+def test_what_a_cut_off_compaction_left(root: Path) -> None:
+    shutil.copytree(root / STEP, root / "kept")
+    TraceDataset(root).compact()
+    (root / "kept").rename(root / STEP)
+    (problem,) = verify_dataset(root)
+    assert problem.startswith(f"{root / STEP}: left by a compaction or a drop that was cut off")
+    assert list(TraceDataset(root)) == make_traces(0, 3) + make_traces(1, 3)
+    TraceDataset(root).compact()
+    assert verify_dataset(root) == []
