@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import EngineOptions
+from rollout.engines import check_engine_options
 from storage.trace import RoutingSpec, Trace
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def connect(
         ValueError: for unknown engine options, before anything starts.
         Exception: what loading the model raised in an actor, in its own type and words.
     """
-    EngineOptions(**(engine_options or {}))
+    check_engine_options(engine_options or {})
     from actors.pool import ActorPool
 
     return ActorPool(

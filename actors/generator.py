@@ -28,10 +28,10 @@ calls per actor: 20 streams may pause before the next one has to wait.
 
 
 def local_backend(model: str, **engine_options: Any) -> Backend:
-    """The default of `backend_factory`: the project's own engine."""
-    from rollout.local_backend import LocalBackend
+    """The default of `backend_factory`: the project's own engine, or the one that `backend=` names."""
+    from rollout.engines import start_engine
 
-    return LocalBackend(model, **engine_options)
+    return start_engine(model, **engine_options)
 
 
 def _nothing_staged(in_flight: InFlight, kv: KVMode) -> None:

@@ -27,8 +27,8 @@ class Capabilities:
         prompt_logprobs: logprobs of prompt tokens can be recorded.
         prompt_only: `max_tokens=0` computes the prompt.
         frozen_recompute: recomputed rows keep the routes of sampling time. False is noted in the dataset.
-        slot_order: whether the ids of one row come in the order that transformers returns them; "unmeasured" for
-            an engine that was never compared.
+        slot_order: whether the ids of one row come in the order that transformers returns them; "differs" for an engine
+            that returns the same ids in another order for some families, "unmeasured" for one never compared.
         refused: sampling parameters that must keep their defaults, with the reason.
     """
 
@@ -41,7 +41,7 @@ class Capabilities:
     prompt_logprobs: bool = True
     prompt_only: bool = True
     frozen_recompute: bool = True
-    slot_order: Literal["transformers", "unmeasured"] = "transformers"
+    slot_order: Literal["transformers", "differs", "unmeasured"] = "transformers"
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, params: SamplingParams, name: str) -> None:

@@ -56,16 +56,17 @@ class RolloutClient:
         reward_fn: RewardFn | None = None,
         **engine_options: Any,
     ) -> Self:
-        """An engine in this process. `engine_options` are the fields of `rollout.config.EngineOptions`.
+        """An engine in this process. `engine_options` are the fields of `rollout.config.EngineOptions`; with
+        `backend="vllm"` they are vLLM's EngineArgs.
 
         Raises:
             FileNotFoundError, ValueError: the model or the dataset cannot be used; nothing was started.
         """
-        from rollout.local_backend import LocalBackend
+        from rollout.engines import start_engine
         from rollout.recorder import LocalRecorder
 
         _check_run(run)
-        backend = LocalBackend(str(model), **engine_options)
+        backend = start_engine(str(model), **engine_options)
         try:
             return cls(
                 backend,

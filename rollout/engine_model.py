@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.loader import load_config, load_tokenizer, meta_model
+from rollout.loader import eos_token_ids, load_config, load_tokenizer, meta_model
 from storage.trace import RoutingSpec
 
 
@@ -29,6 +29,7 @@ class EngineModel:
     num_layers: int
     model: Any
     has_tokenizer: bool
+    eos_token_ids: tuple[int, ...] = ()
 
     def sites(self, layers: np.ndarray, name: str) -> np.ndarray:
         """The MoE sites `[rows, sites, K]` of an engine's `[rows, decoder layers, K]`; dense layers read zero there.
@@ -63,4 +64,5 @@ def describe_model(path: str, trust_remote_code: bool = False) -> EngineModel:
         num_layers=int(text.num_hidden_layers),
         model=model,
         has_tokenizer=load_tokenizer(path, trust_remote_code) is not None,
+        eos_token_ids=eos_token_ids(model),
     )

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from rollout.served_engine import ServedBackend
+from rollout.backend import Backend
+from rollout.config import EngineOptions
+
+OWN = "moe-rollout"
 
 
-def connect_engine(backend: str, url: str, model: str, **options: Any) -> ServedBackend:
+def check_engine_options(options: Mapping[str, Any]) -> None:
+    """ValueError for an unknown engine, or an unknown option of our own; vLLM checks its own when it starts."""
+    backend = options.get("backend", OWN)
+    if backend == OWN:
+        EngineOptions(**{name: value for name, value in options.items() if name != "backend"})
+    elif backend == "sglang":
+        raise ValueError("backend='sglang' runs as a server: start it and use RolloutClient.connect(url, ...)")
+    elif backend != "vllm":
+        raise ValueError(f"backend is {backend!r}, need {OWN!r}, 'vllm' or, with RolloutClient.connect, 'sglang'")
+
+
+def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
+    """An engine in this process.
+
+    >>> start_engine("rollout/tiny_moe", dtype="float32").info.vocab_size
+    38
+
+    Args:
+        backend: "moe-rollout" or "vllm"; `options` are EngineOptions or vLLM's EngineArgs.
+
+    Raises:
+        ValueError, FileNotFoundError: the options or the model cannot be used.
+        ImportError: the engine is not installed.
+    """
+    check_engine_options({"backend": backend, **options})
+    if backend == "vllm":
+        from rollout.vllm_in_process import start_vllm
+
+        return start_vllm(model, **options)
+    from rollout.local_backend import LocalBackend
+
+    return LocalBackend(model, **options)
+
+
+def connect_engine(backend: str, url: str, model: str, **options: Any) -> Backend:
     """The Backend over a running server.
 
     >>> connect_engine("sglang", "http://gpu-node:30000", "Qwen/Qwen3-30B-A3B", api_key="k")

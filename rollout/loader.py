@@ -58,7 +58,7 @@ def load_model(path: str, dtype: str, trust_remote_code: bool = False) -> Loaded
         tokenizer=load_tokenizer(path, trust_remote_code),
         vocab_size=int(text.vocab_size),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=eos_token_ids(model),
     )
 
 
@@ -178,7 +178,8 @@ def _check_rope(path: str, model: Any) -> None:
         )
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """The tokens that end a sequence, from the generation config, else from the config."""
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = model.config.get_text_config().eos_token_id

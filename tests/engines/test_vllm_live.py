@@ -1,0 +1,140 @@
+"""Live vLLM 0.30 on the CPU, in process, against transformers in float32. Needs tests/engines/make_vllm_env.sh."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout import RolloutClient, RouterReplay, SamplingParams
+from storage import ReplayBatch, Trace, TraceDataset
+
+pytest.importorskip("vllm", reason="vLLM is not installed; see make_vllm_env.sh")
+pytestmark = pytest.mark.peer
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 200, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26,
+    "max_num_batched_tokens": 256, "max_num_seqs": 16,
+}  # fmt: skip
+# vLLM's CPU attention takes heads of at least 32
+WIDER = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.08}
+RANDOM = np.random.default_rng(0)
+PROMPTS = [RANDOM.integers(3, 96, size).tolist() for size in (1, 5, 40, 90)]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "olmoe", "mixtral"])
+def model(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(request.param, **WIDER)
+
+
+@pytest.fixture(scope="module")
+def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+    traces = tmp_path_factory.mktemp("traces") / "traces"
+    with RolloutClient.local(model, backend="vllm", traces=traces, **OPTIONS) as client:
+        client.root = traces
+        yield client
+
+
+def load(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def check(traces: list[Trace], plain: Any, top_p: float = 1.0, temperature: float = 1.0) -> None:
+    """Routes equal transformers' row by row, logprobs within 1e-5, of the distribution sampled from.
+
+    Slot by slot too, but for OLMoE, whose ids vLLM's CPU router returns in another order.
+    """
+    replay = RouterReplay(plain)
+    for trace in traces:
+        ids = torch.tensor([trace.token_ids[:-1]])
+        with replay.record() as recorded:
+            logits = plain(ids).logits[0, len(trace.prompt_ids) - 1 :].double() / temperature
+        own = np.asarray(recorded.routed_experts)
+        own, found = own.reshape(trace.routed_experts.shape), trace.routed_experts
+        assert np.array_equal(np.sort(found), np.sort(own))
+        assert np.array_equal(found, own) or plain.config.model_type == "olmoe"
+        ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+        before = ordered.cumsum(-1) - ordered
+        kept = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before < top_p)
+        logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        chosen = logprobs.gather(-1, torch.tensor(trace.completion_ids)[:, None])[:, 0].numpy()
+        assert np.abs(chosen - trace.logprobs).max() < 1e-5
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (0.7, 1.0)])
+def test_routes_and_logprobs_are_those_of_transformers(client, model, temperature, top_p):
+    params = SamplingParams(max_tokens=24, seed=1, temperature=temperature, top_p=top_p, ignore_eos=True)
+    traces = client.sample(PROMPTS, num_samples=2, sampling_params=params)
+    assert all(trace.error is None for trace in traces)
+    assert len({tuple(trace.completion_ids) for trace in traces}) == 8
+    check(traces, load(model), top_p, temperature)
+    assert TraceDataset(client.root).verify() == []
+
+
+def test_an_aborted_request_keeps_its_rows(client, model):
+    requests = client._requests.check([PROMPTS[1]] * 3, 1, SamplingParams(max_tokens=190, seed=1, ignore_eos=True))
+    stream = client.backend.stream(requests.requests(0, 0))
+    found: list = []
+    thread = threading.Thread(target=lambda: found.extend(stream))
+    thread.start()
+    while len(client.backend._running) < 3:
+        thread.join(0.01)
+    thread.join(0.2)
+    stream.abort()
+    thread.join(60)
+    traces = [item.trace for item in found]
+    assert [trace.finish_reason for trace in traces] == ["abort"] * 3
+    check([trace for trace in traces if trace.completion_ids], load(model))
+
+
+def test_its_trace_replays_as_one_of_our_own_engine_with_the_same_ids(client, model):
+    (trace,) = client.sample([PROMPTS[2]], sampling_params=SamplingParams(max_tokens=8, seed=2, ignore_eos=True))
+    plain, spec = load(model), client.info.spec
+    own = Trace(
+        sample_id="own/0/0/0",
+        step=0,
+        prompt_ids=trace.prompt_ids,
+        completion_ids=trace.completion_ids,
+        logprobs=trace.logprobs,
+        routed_experts=np.array(trace.routed_experts),
+        finish_reason="length",
+    )
+    logits = []
+    for one in (trace, own):
+        batch = ReplayBatch.collate([one], spec=spec)
+        with torch.no_grad(), RouterReplay(plain)(batch):
+            logits.append(plain(**batch.model_inputs()).logits)
+    assert torch.equal(*logits)
+
+
+def test_an_end_token_stops_without_a_tokenizer(client):
+    params = SamplingParams(max_tokens=150, seed=5)
+    traces = client.sample([PROMPTS[1]] * 8, sampling_params=params)
+    stopped = [trace for trace in traces if trace.finish_reason == "stop"]
+    assert stopped
+    assert all(trace.completion_ids[-1] == 2 and trace.stop_reason is None for trace in stopped)
+
+
+def test_updates_pass_the_canary_and_leave_no_prefix_of_the_old_weights(client, model, checkpoint, tmp_path):
+    """Last in this file: it changes the weights. The state dict first, then a directory, which the worker reads."""
+    torch.manual_seed(1)
+    other = load(model)
+    for parameter in other.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    other.save_pretrained(tmp_path / "other")
+    params = SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
+    client.sample(PROMPTS, sampling_params=params)
+    client.update_weights(other.state_dict(), version=1)
+    traces = client.sample(PROMPTS, sampling_params=params)
+    check(traces, other)
+    assert {trace.weight_version for trace in traces} == {1}
+    client.update_weights(model, version=2)
+    check(client.sample(PROMPTS, sampling_params=params), load(model))
+    client.update_weights(tmp_path / "other", version=3)
+    check(client.sample(PROMPTS, sampling_params=params), other)
