@@ -22,6 +22,7 @@ from actors.finished import RemoteFinished
 from actors.pool import ActorPool
 from actors.remote import LOST, fetch
 from actors.slot import ActorSlot
+from actors.stored_weights import StoredWeights
 from storage.schema import to_table
 from storage.trace import Trace
 from tests.actors.fakes import SPEC, FakeBackend, expected_trace, make_request, make_requests
@@ -392,3 +393,24 @@ def test_no_actors_is_refused() -> None:
 def test_more_actors_than_the_cluster_can_ever_hold_are_refused_at_once(cluster: None) -> None:
     with pytest.raises(ValueError, match="9 actors of 1 CPU need 9, the cluster has 2; lower num_actors"):
         ActorPool("fake", num_actors=9, backend_factory=FakeBackend)
+
+
+def test_all_actors_of_a_node_read_one_stored_copy_of_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object store grows by the size of the weights once, not once per actor, and what actors read lies in it."""
+    stored: list[StoredWeights] = []
+    put = StoredWeights.put
+
+    def noted(named: Any) -> StoredWeights:
+        stored.append(put(named))
+        return stored[-1]
+
+    monkeypatch.setattr(StoredWeights, "put", noted)
+    weights = {"w": torch.arange(1 << 20, dtype=torch.float32)}
+    with pool_of(2) as pool:
+        pool.update_weights(weights, version=1)
+        (once,) = stored
+        assert once.num_bytes == 4 << 20
+        assert len(once.refs) == 1
+        views = [once.tensors()["w"] for _ in range(2)]
+        assert views[0].data_ptr() == views[1].data_ptr()  # shared memory, not a copy per reader
+        assert torch.equal(views[0], weights["w"])
