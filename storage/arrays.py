@@ -19,18 +19,22 @@ def list_array(rows: Sequence[np.ndarray | None], type_: pa.ListType) -> pa.List
     return _lists(rows, pa.array(values, type_.value_type), type_)
 
 
-def routes_array(rows: Sequence[np.ndarray | None], spec: RoutingSpec, type_: pa.ListType) -> pa.ListArray:
-    """One `list<binary>` per `[rows, sites, K]` array; each binary is one token's `spec.row_bytes` bytes."""
+def routes_array(
+    rows: Sequence[np.ndarray | None], spec: RoutingSpec, type_: pa.ListType, dtype: np.dtype | None = None
+) -> pa.ListArray:
+    """One `list<binary>` per `[rows, sites, K]` array; each binary is one token's ids, or values of `dtype`."""
+    dtype = dtype or wire_dtype(spec)
+    row_bytes = spec.num_sites * spec.top_k * dtype.itemsize
     present = [row for row in rows if row is not None]
     total = sum(len(row) for row in present)
-    if total * spec.row_bytes > MAX_ARRAY_BYTES:
+    if total * row_bytes > MAX_ARRAY_BYTES:
         raise ValueError(
-            f"{len(present)} traces hold {total * spec.row_bytes:,} bytes of routes, an Arrow array holds "
+            f"{len(present)} traces hold {total * row_bytes:,} bytes of routes, an Arrow array holds "
             f"{MAX_ARRAY_BYTES:,}; encode fewer traces at a time"
         )
-    flat = np.concatenate([row.reshape(-1) for row in present]) if present else np.empty(0, spec.dtype)
-    offsets = np.arange(total + 1, dtype=np.int32) * np.int32(spec.row_bytes)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(flat.astype(wire_dtype(spec), copy=False))]
+    flat = np.concatenate([row.reshape(-1) for row in present]) if present else np.empty(0, dtype)
+    offsets = np.arange(total + 1, dtype=np.int32) * np.int32(row_bytes)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(flat.astype(dtype, copy=False))]
     return _lists(rows, pa.Array.from_buffers(pa.binary(), total, buffers), type_)
 
 
@@ -49,14 +53,19 @@ def list_views(column: pa.ListArray) -> Iterator[np.ndarray | None]:
     return _slices(column, flat, bounds)
 
 
-def route_views(column: pa.ListArray, spec: RoutingSpec) -> Iterator[np.ndarray | None]:
-    """Read-only `[rows, sites, K]` views of each list of binaries.
+def route_views(column: pa.ListArray, spec: RoutingSpec, dtype: np.dtype | None = None) -> Iterator[np.ndarray | None]:
+    """Read-only `[rows, sites, K]` views of each list of binaries, as ids or values of `dtype`.
 
     Raises:
-        ValueError: when a value does not have `spec.row_bytes` bytes.
+        ValueError: when a value does not have as many bytes as a row.
     """
+    dtype = dtype or wire_dtype(spec)
     values, bounds = _values_and_bounds(column)
-    flat = _bytes_of(values, spec.row_bytes).view(wire_dtype(spec)).reshape(len(values), *spec.row_shape)
+    flat = (
+        _bytes_of(values, spec.num_sites * spec.top_k * dtype.itemsize)
+        .view(dtype)
+        .reshape(len(values), *spec.row_shape)
+    )
     flat.flags.writeable = False
     return _slices(column, flat, bounds)
 
@@ -80,7 +89,7 @@ def _bytes_of(values: pa.BinaryArray, width: int) -> np.ndarray:
     _, offset_buffer, data = values.buffers()
     offsets = np.frombuffer(offset_buffer, np.int32)[values.offset : values.offset + len(values) + 1]
     if values.null_count or (np.diff(offsets) != width).any():
-        raise ValueError(f"routed_experts holds a value that is not {width} bytes long, as its spec demands")
+        raise ValueError(f"a column of routes holds a value that is not {width} bytes long, as its spec demands")
     return np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
 
 

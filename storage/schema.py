@@ -21,6 +21,8 @@ from storage.trace import OPTIONAL_LOGPROBS, RoutingSpec, Trace, WeightSpan
 FORMAT_VERSION = "1"
 VERSION_KEY = b"moe_rollout.format_version"
 SPEC_KEY = b"moe_rollout.routing_spec"
+GATE_DTYPE = np.dtype("<f2")
+_PER_TOKEN = ("routed_experts", "gate_weights")
 
 
 def _list(element: pa.DataType) -> pa.ListType:
@@ -57,8 +59,11 @@ _FIELDS = (
     pa.field("error", pa.string()),
     pa.field("crc32", pa.uint32(), nullable=False),
     *(pa.field(name, _list(pa.from_numpy_dtype(dtype))) for name, dtype in OPTIONAL_LOGPROBS.items()),
+    pa.field("gate_weights", _list(pa.binary())),
 )
-_CHECKSUMMED = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts", *OPTIONAL_LOGPROBS)
+_REQUIRED_LISTS = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts")
+_CHECKSUMMED = (*_REQUIRED_LISTS, *OPTIONAL_LOGPROBS, "gate_weights")
+_OPTIONAL = (*OPTIONAL_LOGPROBS, "gate_weights")
 _NUMPY_LISTS = (*_CHECKSUMMED, "route_valid")
 COLUMNS = tuple(field.name for field in _FIELDS)
 
@@ -150,6 +155,8 @@ def _json(value: Any, name: str) -> str:
 def _column(field: pa.Field, values: list[Any], spec: RoutingSpec) -> pa.Array:
     if field.name == "routed_experts":
         return routes_array(values, spec, field.type)
+    if field.name == "gate_weights":
+        return routes_array(values, spec, field.type, GATE_DTYPE)
     return list_array(values, field.type) if field.name in _NUMPY_LISTS else pa.array(values, field.type)
 
 
@@ -194,9 +201,9 @@ def _row_problem(row: dict[str, Any], spec: RoutingSpec) -> str | None:
 def conform(table: pa.Table) -> pa.Table:
     """`table` in the contract's column order and types; ValueError when a column is missing or unfit.
 
-    Optional logprobs that a table written before they existed does not have are null.
+    Optional columns that a table written before they existed does not have are null.
     """
-    for name in OPTIONAL_LOGPROBS:
+    for name in _OPTIONAL:
         if name not in table.column_names:
             field = next(field for field in _FIELDS if field.name == name)
             table = table.append_column(field, pa.nulls(len(table), field.type))
@@ -209,8 +216,9 @@ def conform(table: pa.Table) -> pa.Table:
 
 def _rows(batch: pa.RecordBatch, spec: RoutingSpec) -> Iterator[dict[str, Any]]:
     scalars = batch.select([name for name in COLUMNS if name not in _NUMPY_LISTS]).to_pylist()
-    views = {name: list_views(batch.column(name)) for name in _NUMPY_LISTS if name != "routed_experts"}
+    views = {name: list_views(batch.column(name)) for name in _NUMPY_LISTS if name not in _PER_TOKEN}
     views["routed_experts"] = route_views(batch.column("routed_experts"), spec)
+    views["gate_weights"] = route_views(batch.column("gate_weights"), spec, GATE_DTYPE)
     for row, *arrays in zip(scalars, *views.values(), strict=True):
         yield row | dict(zip(views, arrays, strict=True))
 

@@ -196,6 +196,7 @@ class Trace:
         route_valid: None or one bool per row; a False row is zeros that nobody reads.
         stop_reason: the stop token id or stop string that ended it, if one did.
         error: what went wrong when finish_reason is "error".
+        gate_weights: None, or float16 like routed_experts: the weight that each chosen expert got.
         top_ids, top_logprobs, raw_top_logprobs: None, or `[completion, n]`: the model's n most likely tokens (int32)
             where each completion token was sampled, most likely first, and their log-probabilities (float32) under
             the distribution sampled from (-inf when filtered out) and under the model's own.
@@ -234,6 +235,7 @@ class Trace:
     prompt_top_ids: np.ndarray | None = None
     prompt_top_logprobs: np.ndarray | None = None
     raw_prompt_top_logprobs: np.ndarray | None = None
+    gate_weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.prompt_ids = _int_list(self.prompt_ids)
@@ -243,6 +245,8 @@ class Trace:
             self.raw_logprobs = np.asarray(self.raw_logprobs, np.float32)
         if self.route_valid is not None:
             self.route_valid = np.asarray(self.route_valid, bool)
+        if self.gate_weights is not None:
+            self.gate_weights = np.asarray(self.gate_weights, np.float16)
         for name, dtype in OPTIONAL_LOGPROBS.items():
             if getattr(self, name) is not None:
                 setattr(self, name, np.asarray(getattr(self, name), dtype))
@@ -304,6 +308,9 @@ class Trace:
                 self._fail(f"{name} has shape {values.shape} for {rows + 1} prompt tokens, the first has none")
 
     def _check_rows(self) -> None:
+        shape = None if self.routed_experts is None else np.asarray(self.routed_experts).shape
+        if self.gate_weights is not None and self.gate_weights.shape != shape:
+            self._fail(f"gate_weights has shape {self.gate_weights.shape}, need that of routed_experts, {shape}")
         if self.routed_experts is None:
             if self.route_valid is not None or self.route_start:
                 self._fail("has route_valid or route_start but no routed_experts")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
-from storage import FormatVersionError, RoutingSpec, Site, Trace, TraceDataset, WeightSpan
+from storage import FormatVersionError, RoutingSpec, Site, Trace, TraceDataset, TraceWriter, WeightSpan
 from storage import arrays as storage_arrays
 from storage.schema import COLUMNS, from_table, set_rewards, spec_of, table_problems, to_table, trace_schema
 from storage.trace import OPTIONAL_LOGPROBS
@@ -117,6 +117,7 @@ def test_one_row_value_by_value() -> None:
             "crc32": zlib.crc32(hashed),
         }
         | dict.fromkeys(OPTIONAL_LOGPROBS)
+        | {"gate_weights": None}
     ]
 
 
@@ -213,7 +214,7 @@ def test_a_dataset_of_before_optional_logprobs_still_opens(tmp_path: Path) -> No
     commit(tmp_path, 0)
     for path in tmp_path.rglob("*.parquet"):
         table = pq.read_table(path, partitioning=None)
-        pq.write_table(table.drop_columns(list(OPTIONAL_LOGPROBS)), path)
+        pq.write_table(table.drop_columns([*OPTIONAL_LOGPROBS, "gate_weights"]), path)
     dataset = TraceDataset(tmp_path)
     assert sorted(trace.sample_id for trace in dataset.iter()) == [trace.sample_id for trace in make_traces(0)]
     assert dataset.to_arrow()["top_ids"].null_count == len(dataset) == 5
@@ -275,3 +276,25 @@ def test_set_rewards_fills_only_the_named() -> None:
     rewarded = set_rewards(table, {"run/0/0/0": 0.5, "elsewhere": 9.0})
     assert rewarded.column("reward").to_pylist() == [0.5, 2.0, None]
     assert rewarded.schema.equals(table.schema, check_metadata=True)
+
+
+def test_gate_weights_lie_beside_the_ids_as_float16(tmp_path: Path) -> None:
+    gates = np.full((6, 3, 2), 0.5)
+    gates[0, 0] = [0.25, 0.75]
+    traces = [make_trace(0, 0, gate_weights=gates), make_trace(0, 1)]
+    with TraceWriter(tmp_path, SPEC) as writer:
+        writer.write(traces, step=0)
+        writer.commit(0)
+    dataset = TraceDataset(tmp_path)
+    assert (list(dataset), dataset.verify()) == (traces, [])
+    read = dataset["run/0/0/0"].gate_weights
+    assert (read.dtype, read.flags.writeable, read[0].tolist()) == (
+        np.float16,
+        False,
+        [[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]],
+    )
+    # IEEE half precision, little-endian: 0.25 is 0x3400, 0.75 0x3a00, 0.5 0x3800
+    stored = dataset.to_arrow(columns=["gate_weights"])["gate_weights"].to_pylist()
+    assert (stored[0][0], stored[1]) == (b"\x00\x34\x00\x3a" + b"\x00\x38" * 4, None)
+    with pytest.raises(ValueError, match=r"gate_weights has shape \(5, 3, 2\), need that of routed_experts, \(6,"):
+        make_trace(0, 0, gate_weights=gates[1:])
