@@ -11,13 +11,14 @@ import contextlib
 import functools
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from tests.sim.streams import Adversary, Event, Scheduler, Stream, late
 
@@ -44,6 +45,14 @@ class Box:
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Source:
+    """An argument of a queued kernel."""
+
+    box: Box
+    layout: tuple[Any, ...]
 
 
 class Memory:
@@ -76,8 +85,9 @@ class SimTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sims = [x.sim for x in tree_flatten((args, kwargs or {}))[0] if isinstance(x, SimTensor)]
-        return sims[0].dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        sim = next(x.sim for x in _leaves(args, kwargs) if isinstance(x, SimTensor))
+        return sim.dispatch(func, args, kwargs)
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -154,7 +164,7 @@ class SimDevice(TorchDispatchMode):
         name = func._schema.name
         if name == "aten::empty" and kwargs.get("pin_memory"):
             return self._pinned_memory(func, args, kwargs)
-        flat = tree_flatten((args, kwargs))[0]
+        flat = _leaves(args, kwargs)
         if not any(isinstance(x, SimTensor) for x in flat) and kwargs.get("device") != DEVICE:
             return func(*args, **kwargs)
         if name in HIDE_TRANSFERS:
@@ -227,8 +237,8 @@ class SimDevice(TorchDispatchMode):
 
     def _synchronising(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.implicit_sync(func._schema.name)
-        values = tree_map(lambda x: _value(x.box, _layout(x)) if isinstance(x, SimTensor) else x, (args, kwargs))
-        out = func(*values[0], **values[1])
+        args, kwargs = _each(lambda x: _value(x.box, _layout(x)) if isinstance(x, SimTensor) else x, args, kwargs)
+        out = func(*args, **kwargs)
         return tree_map(lambda x: self._filled(x) if isinstance(x, torch.Tensor) else x, out)
 
     def _filled(self, value: torch.Tensor) -> SimTensor:
@@ -238,24 +248,17 @@ class SimDevice(TorchDispatchMode):
 
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Shapes now, values when the stream comes to it."""
-        flat, tree = tree_flatten((args, kwargs))
-        inputs = [x for x in flat if isinstance(x, SimTensor)]
-        outs, out_tree = self._outputs(func, args, kwargs, flat, inputs)
+        inputs = [x for x in _leaves(args, kwargs) if isinstance(x, SimTensor)]
+        key = func, *(_signature(x) for x in (*args, *kwargs.items()))
+        if key not in self._shapes:
+            self._shapes[key] = _infer(func, args, kwargs)
+        specs, join = self._shapes[key]
+        outs = [self._output(spec, inputs) for spec in specs]
         targets = [(x.box, _layout(x)) for x in outs if isinstance(x, SimTensor)]
-        sources = [(x.box, _layout(x)) if isinstance(x, SimTensor) else x for x in flat]
+        sources = _each(lambda x: Source(x.box, _layout(x)) if isinstance(x, SimTensor) else x, args, kwargs)
         self.kernels += 1
-        run = functools.partial(_run, func, sources, tree, targets)
-        self.current.enqueue(func._schema.name, run, self.clock.kernel)
-        return out_tree.unflatten(outs)
-
-    def _outputs(self, func: Any, args: Any, kwargs: Any, flat: list[Any], inputs: list[SimTensor]) -> Any:
-        """Output tensors without values: an input itself, a view of one, or new memory."""
-        key = (func, tuple(_signature(x) for x in flat))
-        known = self._shapes.get(key)
-        if known is None:
-            known = self._shapes[key] = _infer(func, args, kwargs)
-        specs, out_tree = known
-        return [self._output(spec, inputs) for spec in specs], out_tree
+        self.current.enqueue(func._schema.name, functools.partial(_run, func, *sources, targets), self.clock.kernel)
+        return join(outs)
 
     def _output(self, spec: Any, inputs: list[SimTensor]) -> Any:
         if not isinstance(spec, tuple):
@@ -279,7 +282,26 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _signature(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return tuple(_signature(each) for each in x)
     return _layout(x) if isinstance(x, torch.Tensor) else (type(x), x)
+
+
+def _leaves(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments of an aten call; lists in them are one level deep."""
+    out: list[Any] = []
+    for x in (*args, *kwargs.values()):
+        out.extend(x) if isinstance(x, (list, tuple)) else out.append(x)
+    return out
+
+
+def _each(change: Callable[[Any], Any], args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments, each leaf changed."""
+
+    def one(x: Any) -> Any:
+        return [change(each) for each in x] if isinstance(x, (list, tuple)) else change(x)
+
+    return [one(x) for x in args], {name: one(x) for name, x in kwargs.items()}
 
 
 def _selects_by_mask(name: str, args: Any) -> bool:
@@ -305,13 +327,12 @@ def _infer(func: Any, args: Any, kwargs: Any) -> Any:
             return made
         return x
 
-    meta_args, meta_kwargs = tree_map(meta, (args, kwargs))
+    meta_args, meta_kwargs = _each(meta, args, kwargs)
     inputs = list(metas.values())
     if func._schema.name == "aten::_grouped_mm":  # its meta kernel knows bfloat16 alone
         out: Any = meta_args[0].new_empty(meta_args[0].shape[0], meta_args[1].shape[-1])
     else:
         out = func(*meta_args, **meta_kwargs)
-    flat, tree = tree_flatten(out)
     storages = [x.untyped_storage()._cdata for x in inputs]
 
     def spec(x: Any) -> Any:
@@ -321,7 +342,9 @@ def _infer(func: Any, args: Any, kwargs: Any) -> Any:
         storage = x.untyped_storage()._cdata
         return x, same, storages.index(storage) if storage in storages else None
 
-    return [spec(x) for x in flat], tree
+    if isinstance(out, (list, tuple)):
+        return [spec(x) for x in out], type(out)
+    return [spec(out)], lambda outs: outs[0]
 
 
 def _value(box: Box, layout: tuple[Any, ...]) -> torch.Tensor:
@@ -332,25 +355,20 @@ def _value(box: Box, layout: tuple[Any, ...]) -> torch.Tensor:
     return box.value
 
 
-def _run(func: Any, sources: list[Any], tree: Any, targets: list[Any]) -> None:
-    values = [_value(*x) if _is_source(x) else x for x in sources]
-    args, kwargs = tree.unflatten(values)
-    if "device" in kwargs and kwargs["device"] == DEVICE:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
+def _run(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> None:
+    args, kwargs = _each(lambda x: _value(x.box, x.layout) if type(x) is Source else x, args, kwargs)
+    if kwargs.get("device") == DEVICE:
+        kwargs["device"] = torch.device("cpu")
     name = func._schema.name
     if name == "aten::histc" and not args[0].is_floating_point():  # the CPU's counts floating point numbers only
         out = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     else:
         out = func(*args, **kwargs)
-    made = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+    made = [x for x in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(x, torch.Tensor)]
     for (box, layout), value in zip(targets, made, strict=True):
         if name in EMPTY:
             poison(value)
         box.value = value if value.stride() == layout[1] else _restrided(value, layout)
-
-
-def _is_source(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Box)
 
 
 def _restrided(value: torch.Tensor, layout: tuple[Any, ...]) -> torch.Tensor:

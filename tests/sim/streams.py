@@ -69,7 +69,7 @@ class Stream:
         self.queue: deque[Op] = deque()
         self._scheduler = scheduler
         self._waits: list[Op] = []
-        self._free_at = 0.0
+        self._free_at = self.busy = 0.0
         self.follows = False
         scheduler.streams.append(self)
 
@@ -78,6 +78,7 @@ class Stream:
         start = max([self._free_at, self._scheduler.clock.now(), *(op.finish for op in waits)])
         op = Op(name, run, self, waits, start + cost)
         self._free_at = op.finish
+        self.busy += cost
         self.queue.append(op)
         self._scheduler.adversary(self._scheduler.streams)
         return op
@@ -89,11 +90,13 @@ class Stream:
             self.follows = True
 
     def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
+        with self._scheduler.clock.paused():
+            self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._scheduler)
-        event.record(self)
+        with self._scheduler.clock.paused():
+            event = event or Event(self._scheduler)
+            event.record(self)
         return event
 
     def synchronize(self) -> None:
