@@ -74,7 +74,7 @@ def fetch(refs: Sequence[Any], *, dp_rank: int, dp_size: int, sizes: Sequence[in
     return fetch_rank(refs, dp_rank=dp_rank, dp_size=dp_size, sizes=sizes)
 
 
-def open_recorder(traces: str | Path, spec: RoutingSpec) -> RemoteRecorder:
+def open_recorder(traces: str | Path, spec: RoutingSpec, frozen_recompute: bool = True) -> RemoteRecorder:
     """Start the sink actor on this node and open the dataset `traces` for writing.
 
     >>> recorder = open_recorder("traces/", pool.info.spec)
@@ -88,4 +88,4 @@ def open_recorder(traces: str | Path, spec: RoutingSpec) -> RemoteRecorder:
 
     ensure_ray()
     root = str(traces)
-    return RemoteRecorder(root if "://" in root else Path(root).resolve(), spec)
+    return RemoteRecorder(root if "://" in root else Path(root).resolve(), spec, frozen_recompute=frozen_recompute)

@@ -31,13 +31,14 @@ class SinkDiedError(RuntimeError):
 class Sink:
     """One TraceWriter. It is opened by a call of its own, so that errors keep their type."""
 
-    def __init__(self, root: str, spec: RoutingSpec) -> None:
+    def __init__(self, root: str, spec: RoutingSpec, frozen_recompute: bool = True) -> None:
+        self._frozen_recompute = frozen_recompute
         self._root, self._spec = root, spec
         self._staged: set[int] = set()
 
     def open(self) -> None:
         """Open the dataset for writing."""
-        self._writer = TraceWriter(self._root, self._spec)
+        self._writer = TraceWriter(self._root, self._spec, frozen_recompute=self._frozen_recompute)
 
     def write(self, table: pa.Table, step: int, rewards: dict[str, float] | None) -> None:
         """Stage one table; traces that ended in an error are left out."""
@@ -85,13 +86,19 @@ class RemoteRecorder:
             step that finds it, and with the commit.
     """
 
-    def __init__(self, root: str | Path, spec: RoutingSpec, outstanding_writes: int = OUTSTANDING_WRITES) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        spec: RoutingSpec,
+        outstanding_writes: int = OUTSTANDING_WRITES,
+        frozen_recompute: bool = True,
+    ) -> None:
         self._root, self._bound = str(root), outstanding_writes
         self._lock = threading.Lock()
         self._closed = False
         self._running: list[Any] = []
         self._writes: defaultdict[int, list[Any]] = defaultdict(list)
-        self._sink = TraceSink.options(scheduling_strategy=_this_node()).remote(self._root, spec)
+        self._sink = TraceSink.options(scheduling_strategy=_this_node()).remote(self._root, spec, frozen_recompute)
         self._call("open")
 
     def committed_steps(self) -> list[int]:

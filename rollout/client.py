@@ -19,7 +19,7 @@ from rollout.start import ResumedCall
 from rollout.steps import StepLedger
 from rollout.threads import in_thread
 from rollout.update_modes import InFlight, KVMode
-from storage.trace import Trace
+from storage.trace import RoutingSpec, Trace
 
 
 class RolloutClient:
@@ -70,7 +70,7 @@ class RolloutClient:
         try:
             return cls(
                 backend,
-                LocalRecorder(traces, backend.info.spec) if traces is not None else None,
+                LocalRecorder(traces, *_dataset_facts(backend)) if traces is not None else None,
                 run,
                 reward_fn,
             )
@@ -110,7 +110,7 @@ class RolloutClient:
             engine_options=engine_options,
         )
         try:
-            recorder = actors.open_recorder(traces, backend.info.spec) if traces is not None else None
+            recorder = actors.open_recorder(traces, *_dataset_facts(backend)) if traces is not None else None
             return cls(backend, recorder, run, reward_fn)
         except BaseException:
             backend.close()
@@ -144,7 +144,9 @@ class RolloutClient:
         _check_run(run)
         served = connect_engine(backend, url, str(model), api_key=api_key, **options)
         try:
-            return cls(served, LocalRecorder(traces, served.info.spec) if traces is not None else None, run, reward_fn)
+            return cls(
+                served, LocalRecorder(traces, *_dataset_facts(served)) if traces is not None else None, run, reward_fn
+            )
         except BaseException:
             served.close()
             raise
@@ -420,6 +422,10 @@ class RolloutClient:
     def _check_open(self) -> None:
         if self._parties.closed.is_set():
             raise RuntimeError("this client is closed; make a new one")
+
+
+def _dataset_facts(backend: Backend) -> tuple[RoutingSpec, bool]:
+    return backend.info.spec, backend.info.capabilities.frozen_recompute
 
 
 def _check_run(run: str) -> None:

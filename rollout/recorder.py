@@ -23,8 +23,8 @@ def _snapshot(trace: Trace, reward: float | None) -> Trace:
 class LocalRecorder:
     """A Recorder over a TraceWriter in this process. Traces are encoded some at a time, row group by row group."""
 
-    def __init__(self, root: str | Path, spec: RoutingSpec) -> None:
-        self._writer = TraceWriter(root, spec)
+    def __init__(self, root: str | Path, spec: RoutingSpec, frozen_recompute: bool = True) -> None:
+        self._writer = TraceWriter(root, spec, frozen_recompute=frozen_recompute)
         self._pending: dict[int, list[Trace]] = {}
         self._staged: set[int] = set()
         self._lock = threading.Lock()

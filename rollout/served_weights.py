@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
 
 from rollout.checkpoint_names import CheckpointNames
 from rollout.engine_model import EngineModel
@@ -45,6 +46,14 @@ def check_checkpoint(source: Any, model: EngineModel, *, in_process: bool) -> No
         wrong = sorted(name for name in found.keys() | need.keys() if found.get(name) != need.get(name))
         text = ", ".join(f"{name} is {found.get(name)}, need {need.get(name)}" for name in wrong[:3])
         raise ValueError(f"weights in {source} do not fit the served model: {text}; nothing was changed")
+
+
+def saved_form(source: Mapping[str, Any], model: EngineModel) -> dict[str, Any]:
+    """A state dict under the names of checkpoint files, which engines load; transformers' own names may differ."""
+    tensors = dict(source)
+    if tensors.keys() <= model.model.state_dict().keys():
+        return revert_weight_conversion(model.model, tensors)
+    return tensors
 
 
 def tensors_of(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineError, EngineReply
 from rollout.engine_versions import check_version
 from rollout.served_engine import ServedBackend, new_request_id
+from rollout.served_weights import saved_form
 from rollout.vllm_backend import MIN_VERSION
 from rollout.vllm_wire import vllm_capabilities, vllm_sampling, vllm_stop_reason
 
@@ -115,7 +116,7 @@ class VllmInProcess:
 
     def _load(self, source: Any, version: int) -> None:
         if isinstance(source, Mapping):
-            self._engine.model_executor.driver_worker.worker.load_tensors(source.items())
+            self._engine.model_executor.driver_worker.worker.load_tensors(saved_form(source, self.model).items())
         else:
             self._engine.collective_rpc("load_checkpoint", kwargs={"path": str(source)})
         if not self._engine.reset_prefix_cache():

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from storage.annotations import Annotations, write_annotation
 from storage.catalog import Catalog
 from storage.compact import compact, remove_superseded
-from storage.manifest import read_spec
+from storage.manifest import read_frozen_recompute, read_spec
 from storage.retention import keep_from
 from storage.scan import Sources, iter_batches, iter_traces, read_sample
 from storage.schema import COLUMNS, from_table, trace_schema
@@ -53,12 +53,18 @@ class TraceDataset:
         self.root: Any = str(root) if is_remote(root) else local_path(root)
         store = open_store(root)
         self._spec = read_spec(store)
+        self._frozen_recompute = read_frozen_recompute(store)
         self._sources = Sources(store, self._spec, Catalog(store), Annotations(store))
 
     def refresh(self) -> None:
         """See the steps that were committed, and the annotations that were made, since."""
         self._sources.catalog.refresh()
         self._sources.annotations.refresh()
+
+    @property
+    def frozen_recompute(self) -> bool:
+        """False when an engine wrote here that recomputes sequences without keeping their routes of sampling time."""
+        return self._frozen_recompute
 
     @property
     def spec(self) -> RoutingSpec:

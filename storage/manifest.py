@@ -171,9 +171,16 @@ def read_manifest(store: Store, folder: str) -> Manifest:
     return manifest
 
 
-def dataset_json(spec: RoutingSpec) -> str:
-    """The text of `_dataset.json`."""
-    return json.dumps({"format_version": FORMAT_VERSION, "routing_spec": json.loads(spec.to_json())}, indent=1)
+def dataset_json(spec: RoutingSpec, frozen_recompute: bool = True) -> str:
+    """The text of `_dataset.json`; `frozen_recompute` is written when it is false."""
+    head = {"format_version": FORMAT_VERSION, "routing_spec": json.loads(spec.to_json())}
+    return json.dumps(head if frozen_recompute else head | {"frozen_recompute": False}, indent=1)
+
+
+def read_frozen_recompute(store: Store) -> bool:
+    """Whether every engine that wrote the dataset kept the routes of sampling time when it recomputed; `read_spec` has
+    checked the file."""
+    return json.loads(store.read(DATASET_FILE)).get("frozen_recompute", True) is not False
 
 
 def read_spec(store: Store) -> RoutingSpec:

@@ -56,14 +56,14 @@ class StagingDirectory:
             os.close(lock)
 
 
-def create_dataset(root: Path, spec: RoutingSpec) -> None:
+def create_dataset(root: Path, spec: RoutingSpec, frozen_recompute: bool = True) -> None:
     """Make `root` a dataset of `spec` unless it is one already. Of several racing writers one creates it."""
     (root / _STAGING).mkdir(parents=True, exist_ok=True)
     with staging_lock(root):
         if (root / DATASET_FILE).exists():
             return
         temporary = new_entry(root, "dataset")
-        write_durably(temporary, dataset_json(spec))
+        write_durably(temporary, dataset_json(spec, frozen_recompute))
         with suppress(FileExistsError):  # a writer on another host was faster
             os.link(temporary, root / DATASET_FILE)
         temporary.unlink()

@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from storage.catalog import Catalog
 from storage.committed import CommittedSamples
-from storage.errors import DuplicateSampleError, StepExistsError
-from storage.manifest import DATASET_FILE, MANIFEST_FILE, dataset_json, read_spec, step_folder
+from storage.errors import DuplicateSampleError, SpecMismatchError, StepExistsError
+from storage.manifest import DATASET_FILE, MANIFEST_FILE, dataset_json, read_frozen_recompute, read_spec, step_folder
 from storage.open_folder import OpenFolder, new_place
 from storage.part import ROW_GROUP_SAMPLES, Compression
 from storage.schema import check_same_spec, conform, spec_of, table_problems, to_table
@@ -45,7 +45,8 @@ class TraceWriter:
     read faster; a reader takes either.
 
     Raises:
-        SpecMismatchError: when the dataset holds traces of another model.
+        SpecMismatchError: when the dataset holds traces of another model, or promises `frozen_recompute` and this
+            writer does not.
         FormatVersionError: when another release wrote the dataset.
     """
 
@@ -55,6 +56,7 @@ class TraceWriter:
         spec: RoutingSpec,
         *,
         max_part_bytes: int = 256 << 20,
+        frozen_recompute: bool = True,
         compression: Compression = "zstd",
     ) -> None:
         if compression not in get_args(Compression):
@@ -62,8 +64,13 @@ class TraceWriter:
         self.root: Any = str(root) if is_remote(root) else local_path(root)
         self.spec, self.max_part_bytes, self._compression = spec, max_part_bytes, compression
         self._store = open_store(root)
-        _prepare(self._store, spec)
+        _prepare(self._store, spec, frozen_recompute)
         check_same_spec(spec, read_spec(self._store), f"the dataset {self.root}")
+        if not frozen_recompute and read_frozen_recompute(self._store):
+            raise SpecMismatchError(
+                f"the dataset {self.root} promises routes that survive recomputation (frozen_recompute), and this "
+                "engine cannot keep that; write to another dataset"
+            )
         if isinstance(self._store, LocalStore):
             clean_staging(self.root)
         self._catalog = Catalog(self._store)
@@ -227,11 +234,11 @@ class TraceWriter:
             raise OSError(error.errno, text, error.filename or str(self.root)) from error
 
 
-def _prepare(store: Store, spec: RoutingSpec) -> None:
+def _prepare(store: Store, spec: RoutingSpec, frozen_recompute: bool) -> None:
     """Make it a dataset of `spec` unless it is one already; of several racers one does."""
     if isinstance(store, LocalStore):
-        create_dataset(store.root, spec)
+        create_dataset(store.root, spec, frozen_recompute)
         check_writable(store.root)
     else:
         with suppress(FileExistsError):
-            store.create(DATASET_FILE, dataset_json(spec).encode())
+            store.create(DATASET_FILE, dataset_json(spec, frozen_recompute).encode())

@@ -13,7 +13,7 @@ import pytest
 from rollout import RolloutClient, SamplingParams
 from rollout.engine_reply import EngineDeadError, EngineError
 from rollout.rng import stream_key
-from storage import TraceDataset
+from storage import SpecMismatchError, TraceDataset
 from tests.engines.fakes import Drawn, FakeServer, FakeSglang
 
 PARAMS = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
@@ -46,7 +46,16 @@ def test_traces_hold_what_the_server_drew_and_the_dataset_verifies(connect, serv
         assert trace.raw_logprobs.tolist() == trace.logprobs.tolist()
     dataset = TraceDataset(tmp_path / "traces")
     assert dataset.verify() == []
+    assert not dataset.frozen_recompute
     assert all(dataset[trace.sample_id] == trace for trace in traces)
+
+
+def test_a_dataset_that_promises_frozen_routes_takes_none_that_are_not(connect, model, tmp_path):
+    with RolloutClient.local(model, traces=tmp_path / "traces", dtype="float32") as own:
+        own.sample([[5, 7]], sampling_params=PARAMS)
+    assert TraceDataset(tmp_path / "traces").frozen_recompute
+    with pytest.raises(SpecMismatchError, match="promises routes that survive recomputation"):
+        connect(traces=tmp_path / "traces")
 
 
 def test_512_requests_at_once_arrive_once_each_and_never_more_than_allowed(connect, server):
