@@ -1,0 +1,62 @@
+"""The same contract over our own engine and the served ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout import RolloutClient, SamplingParams
+from storage import TraceDataset, validate_trace
+from tests.engines.conftest import ENGINES
+
+PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(params=["own", *ENGINES])
+def client(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[RolloutClient]:
+    traces = tmp_path / "traces"
+    if request.param == "own":
+        with RolloutClient.local(model, dtype="float32", traces=traces) as client:
+            yield client
+        return
+    fake, options = ENGINES[request.param]
+    server = fake()
+    backend = request.param.partition("-")[0]
+    with RolloutClient.connect(server.url, backend=backend, model=model, traces=traces, **options) as client:
+        yield client
+    server.stop()
+
+
+def test_traces_are_valid_named_seeded_and_committed(client, tmp_path):
+    traces = client.sample([[5, 7, 9], [6, 7]], num_samples=2, sampling_params=PARAMS, prompt_keys=["a", "b"], step=4)
+    assert [trace.sample_id for trace in traces] == ["run/4/a/0", "run/4/a/1", "run/4/b/0", "run/4/b/1"]
+    assert [trace.group_id for trace in traces] == ["run/4/a", "run/4/a", "run/4/b", "run/4/b"]
+    assert len({tuple(trace.completion_ids) for trace in traces}) == 4
+    for trace in traces:
+        validate_trace(trace, client.info.spec, trace.completion_ids)
+        assert (trace.finish_reason, trace.seed, trace.weight_version) == ("length", 3, 0)
+        assert trace.routed_experts.shape == (len(trace.token_ids) - 1, 2, 2)
+    dataset = TraceDataset(tmp_path / "traces")
+    assert dataset.verify() == []
+    assert all(dataset[trace.sample_id] == trace for trace in traces)
+
+
+def test_the_same_seed_and_step_draw_the_same_samples_and_routes_again(client):
+    first, again = (
+        client.sample([[5, 7, 9]], sampling_params=PARAMS, step=step, prompt_keys=["k"])[0] for step in (0, 1)
+    )
+    assert first.completion_ids != again.completion_ids
+    requests = client._requests.check([[5, 7, 9]], 1, PARAMS, ["k"]).requests(0, 0)
+    (finished,) = client.backend.stream(requests)
+    assert finished.trace.completion_ids == first.completion_ids
+    assert finished.trace.routed_experts.tolist() == first.routed_experts.tolist()
+
+
+def test_a_stream_left_early_commits_nothing(client, tmp_path):
+    stream = client.stream([[5 + i] for i in range(8)], sampling_params=PARAMS)
+    next(stream)
+    stream.close()
+    assert len(TraceDataset(tmp_path / "traces")) == 0
+    assert client.sample([[5, 7]], sampling_params=PARAMS)[0].finish_reason == "length"
