@@ -11,11 +11,12 @@ import errno
 import io
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
 
-from storage.manifest import MANIFEST_FILE, is_folder
+from storage.manifest import MANIFEST_FILE, is_folder, read_manifest
 from storage.part import DigestFile
 from storage.store import Stamp
 
@@ -98,6 +99,16 @@ class ObjectStore:
         for path in sorted(paths, key=lambda path: not path.endswith(MANIFEST)):
             if self.size(path) is not None:
                 self.client.delete(path)
+
+    def litter(self, older_than_s: float, folder: str | None = None) -> list[str]:
+        """See `Store`."""
+        until = datetime.now(UTC) - timedelta(seconds=older_than_s)
+        parts = [entry["path"] for entry in self._list(folder) if entry["last_modified"] <= until]
+        parts = [path for path in parts if path.endswith(".parquet") and is_folder(path.partition("/")[0])]
+        stamps = self.committed()
+        folders = {path.partition("/")[0] for path in parts} & stamps.keys()
+        listed = {f"{name}/{file.path}" for name in folders for file in read_manifest(self, name).files}
+        return sorted(set(parts) - listed)
 
     def _list(self, folder: str | None = None) -> Iterator[Any]:
         for batch in self.client.list(folder):

@@ -55,6 +55,9 @@ class Store(Protocol):
     def remove(self, name: str) -> None:
         """Delete a file or a folder with all in it; nothing when there is none."""
 
+    def litter(self, older_than_s: float, folder: str | None = None) -> list[str]:
+        """Parts outside of staging that no manifest lists and that are older than this, of one folder or of all."""
+
 
 def open_store(root: Root) -> Store:
     """The store of a path, a `file://` URL, or the URL of an object store such as `s3://bucket/traces`."""
@@ -153,6 +156,10 @@ class LocalStore:
             os.rename(path, doomed)
             fsync_directory(path.parent)
             remove_entry(doomed)
+
+    def litter(self, older_than_s: float, folder: str | None = None) -> list[str]:
+        """See `Store`. A folder appears here with its manifest, so there are none."""
+        return []
 
     def _parent(self, name: str) -> None:
         parent = self.path(name).parent

@@ -14,6 +14,8 @@ from storage.staging import clean_staging, dead_staging
 from storage.store import LocalStore, Root, Store, open_store
 from storage.trace import RoutingSpec
 
+LITTER_AGE_S = 86_400.0
+
 
 def verify_dataset(root: Root) -> list[str]:
     """Every problem of the dataset at `root`, one text each, naming the file and where possible the sample.
@@ -37,13 +39,19 @@ def verify_dataset(root: Root) -> list[str]:
 
 
 def repair_dataset(root: Root) -> list[str]:
-    """Remove what was never committed: what dead writers of this host left in `_staging`. Returns the removed paths.
+    """Remove what was never committed and return its paths. Damage to committed data stays for you to judge.
 
-    Damage to committed data stays for you to judge: `verify_dataset` names each file.
+    Local: what dead writers of this host left in `_staging`. Object store, where nobody knows whether a writer lives:
+    parts that no manifest lists and that are older than `LITTER_AGE_S`, a day; no step may stay open for longer.
     """
     store = open_store(root)
     read_spec(store)
-    return [str(path) for path in clean_staging(store.root)] if isinstance(store, LocalStore) else []
+    if isinstance(store, LocalStore):
+        return [str(path) for path in clean_staging(store.root)]
+    litter = store.litter(LITTER_AGE_S)
+    for name in litter:
+        store.remove(name)
+    return [store.url(name) for name in litter]
 
 
 def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
@@ -136,7 +144,10 @@ def _strays(store: Store) -> Iterator[str]:
         name for name in store.names() if is_folder(name)
     }  # before the committed ones: another may appear any moment
     for name in sorted(found - store.committed().keys()):
-        yield f"{store.url(name)}: has no {MANIFEST_FILE}; restore it, or remove the directory"
+        if isinstance(store, LocalStore):
+            yield f"{store.url(name)}: has no {MANIFEST_FILE}; restore it, or remove the directory"
+        elif litter := store.litter(LITTER_AGE_S, name):
+            yield f"{store.url(name)}: holds {len(litter)} parts that were never committed; repair removes them"
     try:
         superseded = Catalog(store).superseded
     except DatasetError as error:
