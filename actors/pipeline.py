@@ -8,7 +8,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from actors.config import ConfigError, PipelineConfig, load_config
@@ -16,6 +15,7 @@ from actors.prompts import Prompt, prompts_of_step, read_prompts
 from storage.catalog import committed_steps
 from storage.dataset import TraceDataset
 from storage.lease import Lease
+from storage.store import is_remote
 from storage.trace import Trace
 
 logger = logging.getLogger("actors.pipeline")
@@ -44,8 +44,15 @@ def run(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any] = r
     Raises:
         DatasetInUseError: another pipeline is at work on the same dataset.
     """
-    with Lease(config.traces, owner=f"pipeline, run {config.run!r}", wait_s=LEASE_WAIT_S):
+    with _lease(config):
         return _run_missing(config, make_client)
+
+
+def _lease(config: PipelineConfig) -> contextlib.AbstractContextManager[Any]:
+    """Object stores have no locks; there the conditional put of each commit has to do."""
+    if is_remote(config.traces):
+        return contextlib.nullcontext()
+    return Lease(config.traces, owner=f"pipeline, run {config.run!r}", wait_s=LEASE_WAIT_S)
 
 
 def _run_missing(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any]) -> list[int]:
@@ -62,16 +69,14 @@ def _run_missing(config: PipelineConfig, make_client: Callable[[PipelineConfig],
 
 
 def _missing_steps(config: PipelineConfig) -> list[int]:
-    traces = Path(config.traces)
-    committed = set(committed_steps(traces)) if traces.exists() else set()
+    committed = set(committed_steps(config.traces))
     return [step for step in range(config.steps) if step not in committed]
 
 
 def _check_same_run(config: PipelineConfig) -> None:
     """Refuse to go on with other sampling parameters than the dataset was begun with; other actors are fine."""
-    traces = Path(config.traces)
-    steps = committed_steps(traces) if traces.exists() else []
-    before = next(TraceDataset(traces).iter(step=steps[-1]), None) if steps else None
+    steps = committed_steps(config.traces)
+    before = next(TraceDataset(config.traces).iter(step=steps[-1]), None) if steps else None
     if before is None or not before.sampling_params:
         return
     now = config.sampling.model_dump(mode="json")

@@ -120,7 +120,7 @@ class LocalStore:
     def committed(self) -> dict[str, Stamp]:
         """See `Store`."""
         found = {}
-        for name in os.listdir(self.root):
+        for name in self.names():
             with suppress(FileNotFoundError, NotADirectoryError):
                 if is_folder(name):
                     status = os.stat(f"{self.root}/{name}/{MANIFEST_FILE}")
