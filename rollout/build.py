@@ -152,6 +152,7 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
         preempts=forcing is not None or capturer is None,
         store=runner,
         cache=PrefixCache() if options.prefix_cache else None,
+        max_step_tokens=None if capturer is None else capturer.max_rows - ROW_MULTIPLE,
     )
     engine = Engine(
         runner,

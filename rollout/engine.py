@@ -133,6 +133,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. One that cannot be set up ends at once with its error."""
         try:
+            self._scheduler.check_fits(request)
             if self._runner.capturer is not None:
                 request.routes = RequestRoutes(self._spec, request.max_rows)
             if request.request.start is not None and self._runner.forcing is None:

@@ -74,7 +74,7 @@ class Scheduler:
 
     With `whole_prompts` a prompt is never cut: the one that reaches `max_batch_tokens` may exceed it. With `preempts`
     False, for a model whose recomputation cannot be made to repeat its routes, a request waits for the slots of its
-    longest sequence and never yields.
+    longest sequence and never yields. No step has more than `max_step_tokens`, the rows of the capture buffer.
     """
 
     def __init__(
@@ -86,7 +86,13 @@ class Scheduler:
         preempts: bool = True,
         store: SlotStore | None = None,
         cache: PrefixCache | None = None,
+        max_step_tokens: int | None = None,
     ) -> None:
+        if max_step_tokens is not None and max_batch_tokens > max_step_tokens:
+            raise ValueError(
+                f"max_batch_tokens={max_batch_tokens}, but routes are captured of {max_step_tokens} at most"
+            )
+        self.max_step_tokens = max_step_tokens
         self.max_batch_tokens = max_batch_tokens
         self.whole_prompts = whole_prompts
         self.slots = SlotAllocator(kv_tokens)
@@ -128,6 +134,15 @@ class Scheduler:
         """All requests, running ones first."""
         yield from self.running
         yield from self.waiting
+
+    def check_fits(self, request: Request) -> None:
+        """Raises ValueError when a step with the whole prompt could have more tokens than can be captured."""
+        longest = self.max_batch_tokens - 1 + request.max_rows if self.whole_prompts else self.max_batch_tokens
+        if self.max_step_tokens is not None and longest > self.max_step_tokens:
+            raise ValueError(
+                f"a step with all {request.max_rows} tokens of this request could have {longest}, but routes are "
+                f"captured of {self.max_step_tokens} at most; lower max_batch_tokens={self.max_batch_tokens}"
+            )
 
     def schedule(self) -> list[Work]:
         """The next step's work, decodes first; empty when every running request waits for its last result."""

@@ -1,10 +1,14 @@
 """Capture at the routers: every router once, in order, one row per token, or there is an error."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from rollout import RolloutClient
 from rollout.capture import RoutedExpertsCapturer
 from storage import RoutingSpec
 
@@ -169,3 +173,21 @@ def test_more_than_256_experts_are_captured_as_uint16():
     routes = capturer.on_forward_end(torch.arange(2)).routed_experts
     assert routes.dtype == torch.uint16
     assert routes.numpy().ravel().tolist() == [299, 299]
+
+
+@pytest.mark.parametrize("bypassed", [(0, 1), (1,)], ids=["all routers", "one router"])
+def test_a_kernel_that_routes_internally_is_refused_at_start(checkpoint, monkeypatch, bypassed):
+    """The block computes the router's scores itself, as a fused kernel does: its hook never fires (vllm#44116)."""
+    forward = Qwen3MoeSparseMoeBlock.forward
+    count = itertools.count()
+
+    def fused(self, hidden):
+        if next(count) % 2 not in bypassed:
+            return forward(self, hidden)
+        flat = hidden.view(-1, hidden.shape[-1])
+        weights, ids = (flat @ self.gate.weight.T).softmax(-1).topk(self.gate.top_k)
+        return self.experts(flat, ids, weights).view(hidden.shape)
+
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", fused)
+    with pytest.raises((ValueError, RuntimeError), match="routing cannot be recorded"):
+        RolloutClient.local(checkpoint("qwen3_moe"))

@@ -240,3 +240,20 @@ def test_flatten_gives_position_and_slot_of_each_token():
     assert position.tolist() == [4, 1, 2, 3]
     assert slot.tolist() == [6, 11, 12, 13]
     assert position.dtype == slot.dtype == np.int64
+
+
+# --- the capture buffer -----------------------------------------------------------------------------------------
+
+
+def test_more_tokens_per_step_than_can_be_captured_are_refused_at_start():
+    with pytest.raises(ValueError, match="max_batch_tokens=33, but routes are captured of 32 at most"):
+        Scheduler(4, 33, KV_TOKENS, max_step_tokens=32)
+
+
+def test_a_whole_prompt_that_could_overflow_the_capture_buffer_is_refused_before_it_waits():
+    """Budget 8: a prompt of 5 that begins at the last of 8 tokens makes a step of 7 + 5."""
+    scheduler = Scheduler(4, 8, KV_TOKENS, whole_prompts=True, max_step_tokens=12)
+    scheduler.check_fits(request(0, 5, 0))
+    with pytest.raises(ValueError, match=r"all 6 tokens .* could have 13 .* captured of 12 at most; lower max_"):
+        scheduler.check_fits(request(1, 6, 0))
+    Scheduler(4, 8, KV_TOKENS, max_step_tokens=8).check_fits(request(2, 12, 12))

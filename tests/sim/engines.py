@@ -110,6 +110,13 @@ def short_workload(rig: Rig) -> list[Request]:
     return requests
 
 
+def growing_workload(rig: Rig) -> list[Request]:
+    """Four sequences that together outgrow a small pool."""
+    requests = [rig.add(6, index, max_tokens=20, temperature=0, ignore_eos=True) for index in range(4)]
+    rig.finish()
+    return requests
+
+
 def outcome(request: Request) -> dict[str, Any]:
     """All that a caller gets of a request; the part of an aborted one that was delivered."""
     assert request.routes is not None
