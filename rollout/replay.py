@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 
 from rollout.calibrate import check_mode, plans_of
 from rollout.forcing import ForcedSelection, native_choice
 from rollout.packing import check_packable
-from rollout.router import RouterForward, wrapped_forwards
-from rollout.start import check_distinct
+from rollout.replay_batch import batches_of, missing_share, rows_of
+from rollout.replay_counts import ReplayCounts, ReplayReport, load_balancing_loss
+from rollout.replay_rows import FixedRows, OncePerForward, Rows, RowsOfForward, RowSource, in_order
+from rollout.route_table import RouteTable, table_of
+from rollout.router import RouterForward, returned_ids, wrapped_forwards
 from storage.batch import ReplayBatch
-from storage.sites import find_routers
-from storage.trace import RoutingSpec
-
-
-@dataclass(frozen=True)
-class ReplayReport:
-    """What the last replay context did, over all its forwards.
-
-    Attributes:
-        sites_used: sites whose forward ran under replay, of `num_sites`.
-        rows: tokens forwarded per site, padding too.
-        missing_share: share of the rows that a full recording has which were absent and kept their native choice;
-            padding and the last sampled token of a sequence have none.
-        flipped_share: share of forced (token, site) pairs whose live choice is another *set* of experts.
-        flipped_per_site: the same by site.
-        reordered_share: share with the same set in another order.
-    """
-
-    sites_used: int
-    num_sites: int
-    rows: int
-    missing_share: float
-    flipped_share: float
-    flipped_per_site: list[float]
-    reordered_share: float
+from storage.sites import FoundRouter, find_routers
+from storage.trace import RoutingSpec, Trace
 
 
 class Recorded:
@@ -74,7 +54,7 @@ class RouterReplay:
 
     How each router selects is found by trying it on two tokens (rollout/calibrate.py). Layers that look experts up by
     token id (deepseek_v4's first) choose nothing: they are no sites and run as they are. A router that takes maxima
-    (phimoe) replays in eval mode only.
+    (phimoe) replays in eval mode only. Make it of the model itself, before `torch.compile`.
 
     >>> replay = RouterReplay(model)
     >>> with replay(ReplayBatch.collate(traces, spec=replay.spec)) as batch:
@@ -91,30 +71,66 @@ class RouterReplay:
             raise TypeError(f"RouterReplay takes a loaded model, got {type(model).__name__}")
         self._model = model
         self._routers = find_routers(model)
+        _check_not_compiled(model, self._routers)
         self._plans = plans_of(model, self._routers)
         self.spec = RoutingSpec(tuple(router.site for router in self._routers))
-        self._counts = _Counts(self.spec.num_sites)
+        self._counts = ReplayCounts(self.spec)
         self._packable = False
 
     @contextlib.contextmanager
-    def __call__(self, batch: ReplayBatch | np.ndarray) -> Iterator[Any]:
+    def __call__(self, batch: ReplayBatch | np.ndarray | Sequence[ReplayBatch]) -> Iterator[Any]:
         """Force `batch`, or ids `[rows, sites, K]`, in every forward inside. Yields its argument.
 
         Rows of a ReplayBatch are its `[B, S]` positions, flattened; those outside `route_mask` keep the native choice.
+        Of a list of micro-batches the n-th forward takes the n-th, each once; their backwards may run in any order.
 
         Raises:
-            ValueError: before any forward, for ids of another shape, out of range, or twice in a row, and for a packed
-                batch of which `check_packable` refuses the model; in the forward, for a number of tokens not its rows.
-            RuntimeError: on leaving, when not every site ran: the forward was cut short, or was another model's.
+            ValueError: before any forward, for ids of another shape, out of range, or twice in a row, for a batch of
+                another spec, and for a packed batch of which `check_packable` refuses the model; in the forward, for a
+                number of tokens not its rows.
+            RuntimeError: in the forward, when a router runs twice; on leaving, when not every site ran or not every
+                micro-batch was forwarded: the forward was cut short, or was another model's.
         """
-        rows = _Rows(*self._rows_of(batch))
-        if isinstance(batch, ReplayBatch) and batch.cu_seqlens is not None and not self._packable:
-            check_packable(self._model)
-            self._packable = True
-        self._counts = _Counts(self.spec.num_sites, missing=_missing_share(batch))
-        with wrapped_forwards(self._routers, lambda site, forward: self._forced(site, forward, rows)):
+        if isinstance(batch, (ReplayBatch, np.ndarray)):
+            source: RowSource = FixedRows(self._rows_of(batch))
+            missing = missing_share([batch])
+        else:
+            batches = batches_of(batch)
+            source = RowsOfForward(self._model, self._routers, *in_order([self._rows_of(part) for part in batches]))
+            missing = missing_share(batches)
+        with self._replaying(source, missing):
             yield batch
-        self._counts.check_all_ran([site.name for site in self.spec.sites])
+
+    @contextlib.contextmanager
+    def lookup(self, source: RouteTable | Iterable[Trace]) -> Iterator[RouteTable]:
+        """Force, in every forward inside, the routes that were recorded for each row's tokens.
+
+        For trainers that shuffle, split and pad in code we do not own. The model must be called with `input_ids` and,
+        if padded, `attention_mask`, both `[B, S]`, padding on either side; they are read on the host once per forward.
+        Yields the table, to which more traces can be added.
+
+        >>> with replay.lookup(traces):
+        ...     model(input_ids=shuffled, attention_mask=mask)
+
+        Raises:
+            ValueError: for traces that `RouteTable.add` refuses; in the forward, for a row that is no trace's.
+            RuntimeError: as for a batch.
+        """
+        table = table_of(source, self.spec)
+        if table.spec != self.spec:
+            raise ValueError("this RouteTable was made for another spec; make it with RouteTable(replay.spec)")
+        with self._replaying(RowsOfForward(self._model, self._routers, table.rows)):
+            yield table
+
+    @contextlib.contextmanager
+    def _replaying(self, source: RowSource, missing: float = 0.0) -> Iterator[None]:
+        _check_not_compiled(self._model, self._routers)
+        counts = self._counts = ReplayCounts(self.spec, missing)
+        once = OncePerForward([site.name for site in self.spec.sites])
+        wrap = lambda site, forward: self._forced(site, forward, source, once)  # noqa: E731
+        with wrapped_forwards(self._routers, wrap), once.watching(self._model), source.open():
+            yield
+        counts.check_all_ran()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorded]:
@@ -123,6 +139,7 @@ class RouterReplay:
         Raises:
             ValueError: with gradient checkpointing and gradients on, which would run each router twice.
         """
+        _check_not_compiled(self._model, self._routers)
         if torch.is_grad_enabled() and _is_checkpointing(self._model):
             raise ValueError("gradient checkpointing runs each router twice: record under torch.no_grad()")
         recorded = Recorded(self.spec)
@@ -143,106 +160,101 @@ class RouterReplay:
         """Figures of the last replay context. Reads the device's counters, so call it outside the hot path."""
         return self._counts.report()
 
-    def _rows_of(self, batch: ReplayBatch | np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if isinstance(batch, ReplayBatch):
-            ids = batch.routed_experts.reshape(-1, *batch.routed_experts.shape[2:])
-            mask = batch.route_mask.reshape(-1)
-        elif isinstance(batch, np.ndarray):
-            ids, mask = batch, None
-        else:
-            raise TypeError(
-                f"replay takes a ReplayBatch or ids [rows, sites, K], got {type(batch).__name__}; "
-                "ReplayBatch.collate(traces, spec=replay.spec) makes a batch of traces"
-            )
-        ids = self.spec.check_routes(ids, name="replay")
-        check_distinct(self.spec, ids, mask)
-        return torch.from_numpy(ids.copy()), None if mask is None else torch.from_numpy(mask.copy())
+    def expert_counts(self) -> torch.Tensor:
+        """Tokens that each expert executed in the last replay context, int64 `[sites, E]`; padding is left out.
 
-    def _forced(self, site: int, forward: RouterForward, rows: _Rows) -> RouterForward:
+        >>> replay.expert_counts().sum(1)           # tokens * K per site
+        """
+        return self._counts.expert_counts()
+
+    def load_balancing_loss(self) -> torch.Tensor:
+        """Switch's loss `E * sum_e f_e * P_e` of the last replayed forward, f from the *executed* experts.
+
+        P is the mean probability of the live router, so gradients flow to it. The loss of transformers selects from the
+        router logits once more, so under replay its f are of experts that did not run: leave it out
+        (`output_router_logits=False`, `router_aux_loss_coef=0`) and add this one. Equal to it when nothing is forced.
+        Source: Fedus et al. 2021, equations 4 to 6.
+
+        >>> (policy_loss + 0.001 * replay.load_balancing_loss()).backward()
+
+        Raises:
+            ValueError: for routers that return no logits, or sites with different numbers of experts.
+        """
+        return load_balancing_loss(self.spec, self._counts.balance)
+
+    @torch.no_grad()
+    def update_selection_bias(self, rate: float) -> None:
+        """Add `rate` to the selection bias of experts that executed fewer tokens than the mean, else subtract it.
+
+        From the counts of the last replay context: DeepSeek-V3's balancing without a loss (2024, section 2.1.2).
+
+        Raises:
+            ValueError: for a router without `e_score_correction_bias`, by name.
+        """
+        biases = [_selection_bias(self._model, router) for router in self._routers]
+        for bias, counts, site in zip(biases, self.expert_counts().float(), self.spec.sites, strict=True):
+            load = counts[: site.num_experts].to(bias.device)
+            bias.add_(rate * torch.sign(load.mean() - load).to(bias.dtype))
+
+    def _rows_of(self, batch: ReplayBatch | np.ndarray) -> Rows:
+        if isinstance(batch, ReplayBatch) and batch.cu_seqlens is not None and not self._packable:
+            check_packable(self._model)
+            self._packable = True
+        return rows_of(self.spec, batch)
+
+    def _forced(self, site: int, forward: RouterForward, source: RowSource, once: OncePerForward) -> RouterForward:
         (name, _, _, top_k), plan = self.spec.sites[site], self._plans[site]
 
         def replaying(*args: Any, **kwargs: Any) -> Any:
-            device = args[0].device if args else next(iter(kwargs.values())).device
-            ids, mask = rows.on(device)
-            wide = ids[:, site, :top_k].long()  # one site at a time: int64 ids of all would be 8 times as large
+            rows = source.rows(site, args[0].device if args else next(iter(kwargs.values())).device)
+            wide = rows.ids[:, site, :top_k].long()  # one site at a time: int64 ids of all would be 8 times as large
             check_mode(self._routers[site], plan)
-            with ForcedSelection(wide, mask, name, plan) as selection:
+            with ForcedSelection(wide, rows.forced, name, plan) as selection:
                 out = forward(*args, **kwargs)
             selection.check_selected()
             native = selection.native
             if native is None:  # what it would have chosen is lost once an earlier choice is answered
                 with torch.no_grad():
                     _, native = native_choice(plan, partial(forward, *args, **kwargs))
-            self._counts.add(site, native, wide, mask)
+            if once.first_time(site):
+                self._counts.add(site, native, wide, rows, out[0] if returned_ids(out) is not None else None)
             return out
 
         return replaying
 
 
-class _Rows:
-    """Ids `[rows, sites, K]` and mask `[rows]` of one context, moved to a device once."""
+def _selection_bias(model: Any, router: FoundRouter) -> torch.Tensor:
+    parent = model.get_submodule(router.site.name.rpartition(".")[0])
+    for owner in (router.module, parent):
+        bias = getattr(owner, "e_score_correction_bias", None)
+        if isinstance(bias, torch.Tensor):
+            return bias
+    raise ValueError(f"router {router.site.name} ({type(router.module).__name__}) has no e_score_correction_bias")
 
-    def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        self._ids, self._mask = ids, mask
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._ids.device != device:
-            self._ids = self._ids.to(device)
-            self._mask = None if self._mask is None else self._mask.to(device)
-        return self._ids, self._mask
+def _check_not_compiled(model: Any, routers: Sequence[FoundRouter]) -> None:
+    """A compiled forward was traced with its own selection, and may not see that a router was wrapped since."""
+    inside = {id(module) for router in routers for module in _around(model, router.site.name)}
+    compiled = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if id(module) in inside
+        and (isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None)
+    ]
+    if compiled:
+        raise ValueError(
+            f"RouterReplay cannot force a compiled model: {compiled[0]!r} is compiled by torch.compile; replay the "
+            "plain model, or compile parts that hold no router, such as each layer's self_attn"
+        )
+
+
+def _around(model: Any, name: str) -> Iterator[Any]:
+    """A module and all that hold it."""
+    parts = name.split(".")
+    return (model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1))
 
 
 def _is_checkpointing(model: Any) -> bool:
     """transformers 5.24 renamed the property; the old one warns."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
-
-
-def _missing_share(batch: ReplayBatch | np.ndarray) -> float:
-    if not isinstance(batch, ReplayBatch):
-        return 0.0
-    due = int(batch.input_mask.sum())
-    return int((batch.input_mask & ~batch.route_mask).sum()) / due if due else 0.0
-
-
-class _Counts:
-    """Per-site counters that stay on the device until they are read."""
-
-    def __init__(self, num_sites: int, missing: float = 0.0) -> None:
-        self._missing = missing
-        self._rows = [0] * num_sites
-        self._sums: list[torch.Tensor | None] = [None] * num_sites
-
-    @torch.no_grad()
-    def add(self, site: int, native: torch.Tensor, forced: torch.Tensor, mask: torch.Tensor | None) -> None:
-        used = torch.ones(len(forced), dtype=torch.bool, device=forced.device) if mask is None else mask
-        flipped = (native.sort(-1).values != forced.sort(-1).values).any(-1)
-        reordered = (native != forced).any(-1) & ~flipped
-        sums = torch.stack([used.sum(), (flipped & used).sum(), (reordered & used).sum()])
-        previous = self._sums[site]
-        self._sums[site] = sums if previous is None else previous + sums
-        self._rows[site] += len(forced)
-
-    def check_all_ran(self, names: list[str]) -> None:
-        unused = [name for name, rows in zip(names, self._rows, strict=True) if not rows]
-        if len(unused) == len(names):
-            raise RuntimeError(
-                "nothing was replayed: forward the model that RouterReplay was made of, not a copy of it"
-            )
-        if unused:
-            raise RuntimeError(
-                f"replay reached {len(names) - len(unused)} sites but not {unused[:3]}; was the forward cut short?"
-            )
-
-    def report(self) -> ReplayReport:
-        sums = [[0, 0, 0] if s is None else s.tolist() for s in self._sums]
-        forced, flipped, reordered = (sum(column) for column in zip(*sums, strict=True))
-        return ReplayReport(
-            sites_used=sum(count > 0 for count in self._rows),
-            num_sites=len(self._rows),
-            rows=max(self._rows),
-            missing_share=self._missing,
-            flipped_share=flipped / forced if forced else 0.0,
-            flipped_per_site=[s[1] / s[0] if s[0] else 0.0 for s in sums],
-            reordered_share=reordered / forced if forced else 0.0,
-        )

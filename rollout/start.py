@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from rollout.backend import ModelInfo, SampleRequest, Start
+from rollout.distinct import check_distinct
 from rollout.sampling import SamplingParams
-from storage.trace import RoutingSpec, Trace
+from storage.trace import Trace
 
 ROOT = "resumed_from"
 """Metadata key: the sample id under which a continued sequence began. Its random numbers are that sample's."""
@@ -78,25 +79,6 @@ def check_resumable(index: int, trace: Any, info: ModelInfo) -> None:
         check_distinct(info.spec, info.spec.check_routes(trace.routed_experts, name=name), None)
     except ValueError as error:
         raise ValueError(f"{name} does not fit this model: {error}") from error
-
-
-def check_distinct(spec: RoutingSpec, ids: np.ndarray, mask: np.ndarray | None) -> None:
-    """A missing row that was filled with zeros would send all of a token to expert 0: refuse it here.
-
-    Raises:
-        ValueError: naming the row and the site.
-    """
-    for index, site in enumerate(spec.sites):
-        ranked = np.sort(ids[:, index, : site.top_k], axis=-1)
-        twice = (ranked[:, 1:] == ranked[:, :-1]).any(-1)
-        if mask is not None:
-            twice &= mask
-        if twice.any():
-            row = int(twice.argmax())
-            raise ValueError(
-                f"row {row} at site {index} ({site.name}) names an expert twice: {ids[row, index].tolist()}; "
-                "a row that was not recorded must be masked, not filled"
-            )
 
 
 def params_of(index: int, trace: Trace, given: SamplingParams | None) -> SamplingParams:

@@ -276,7 +276,10 @@ def test_a_left_padded_batch_of_the_models_own_routes_changes_nothing(qwen):
 
 def test_a_duplicate_in_a_recorded_row_of_a_batch_is_refused(qwen, batch):
     batch.routed_experts[1, 1] = 3
-    with pytest.raises(ValueError, match=r"row 8 at site 0 .* twice: \[3, 3\]"), RouterReplay(qwen)(batch):
+    with (
+        pytest.raises(ValueError, match=r"row 8, sample 'run/0/b/0', position 1, at site 0 .* twice: \[3, 3\]"),
+        RouterReplay(qwen)(batch),
+    ):
         pytest.fail("the context must not open")
 
 

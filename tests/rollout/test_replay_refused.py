@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import RouterReplay
-from storage import ReplayBatch, Trace
+from storage import ReplayBatch, RoutingSpec, Trace
 from tests.rollout.routes import load, logits, own_routes, random_routes
 
 
@@ -99,6 +99,28 @@ def test_another_number_of_rows_than_tokens_is_refused_by_the_router(qwen, rows)
         replay(random_routes(replay.spec, rows)),
     ):
         logits(qwen)
+
+
+@pytest.mark.parametrize(
+    ("sites", "num_experts", "message"),
+    [(3, 8, "collated for 3 sites, this model has 2"), (2, 16, r"for another model: it has Site\(.*num_experts=16")],
+)
+def test_a_batch_of_another_spec_is_refused_though_its_ids_would_fit(qwen, sites, num_experts, message):
+    spec = RoutingSpec.uniform(num_sites=sites, num_experts=num_experts, top_k=2)
+    routes = np.broadcast_to(np.array([1, 2], np.uint8), (1, sites, 2))
+    batch = ReplayBatch.collate([Trace("run/0/x/0", 0, [5], [6], [-1.0], routes, "length")], spec=spec)
+    with pytest.raises(ValueError, match=message), RouterReplay(qwen)(batch):
+        pytest.fail("the context must not open")
+
+
+def test_int16_views_are_replayed_as_the_ids_they_hold(qwen):
+    replay = RouterReplay(qwen)
+    routes = random_routes(replay.spec, 14)
+    view = np.repeat(routes.astype(np.int16), 2, axis=-1)[..., ::2]
+    with replay(routes), torch.no_grad():
+        expected = logits(qwen)
+    with replay(view), torch.no_grad():
+        assert torch.equal(logits(qwen), expected)
 
 
 def test_a_trace_without_routes_is_refused_by_its_sample_id(qwen):
