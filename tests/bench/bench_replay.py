@@ -75,9 +75,10 @@ def main() -> None:
         plain.append(step_seconds(model, batch, contextlib.nullcontext()))
         replayed.append(step_seconds(model, batch, replay(batch)))
     ratios = [b / a for a, b in zip(plain[1:], replayed[1:], strict=True)]
+    what = f"{chosen.model} {chosen.dtype}, {chosen.sequences} x {chosen.tokens} tokens"
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
     print(
-        f"{chosen.model} {chosen.dtype}, {chosen.sequences} x {chosen.tokens} tokens: "
-        f"step {statistics.median(plain[1:]):.3f} s, with replay / without {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        f"{what}: step {statistics.median(plain[1:]):.3f} s, with / without {statistics.median(ratios):.3f} ({spread})"
     )
 
 

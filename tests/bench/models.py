@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-
 SHAPES = {
     "small": {
         "hidden_size": 256,
