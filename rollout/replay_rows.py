@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from storage.sites import FoundRouter
 
@@ -90,7 +91,7 @@ class RowsOfForward:
         self._running: Rows | None = None
         self._forwards = 0
         self._latest: Rows | None = None
-        self._begun: dict[tuple[str, int], Rows] = {}
+        self._begun: dict[tuple[str, int], tuple[Rows, StorageWeakRef]] = {}
         self._entered: dict[str, tuple[Rows, set[int]]] = {}
 
     def rows(self, site: int, device: torch.device) -> Rows:
@@ -143,10 +144,12 @@ class RowsOfForward:
         key = layer, hidden.data_ptr()
         if self._running is not None:
             if module is self._model.get_submodule(layer):
-                self._begun[key] = self._running
+                self._begun[key] = self._running, StorageWeakRef(hidden.untyped_storage())
                 self._entered[layer] = self._running, set()
         elif key in self._begun:
-            self._entered[layer] = self._begun[key], set()
+            rows, storage = self._begun[key]
+            if not storage.expired():  # else the memory was freed, and something else lies there now
+                self._entered[layer] = rows, set()
 
 
 def in_order(batches: Sequence[Rows]) -> tuple[Callable[[Any, Any], Rows], Callable[[], None]]:
