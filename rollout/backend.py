@@ -103,7 +103,8 @@ class ModelInfo:
     """What the client needs to know of the model to check a request before anything starts.
 
     `max_sequence_tokens` is the longest prompt + completion that both the model's positions and the KV pool hold.
-    `not_forced` says why its routers cannot be forced; empty when they can.
+    `not_forced` says why its routers cannot be forced; empty when they can. `fingerprint` is of config and tokenizer:
+    traces of another one are not continued.
     """
 
     spec: RoutingSpec
@@ -113,6 +114,7 @@ class ModelInfo:
     tokenizer_path: str | None
     captures_routes: bool
     not_forced: str = ""
+    fingerprint: str | None = None
     trust_remote_code: bool = False
     capabilities: Capabilities = field(default_factory=Capabilities)
 

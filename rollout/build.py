@@ -20,7 +20,7 @@ from rollout.device_memory import ParkedWeights
 from rollout.engine import Engine
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
 from rollout.forced_rows import try_forcing
-from rollout.loader import LoadedModel, load_model, move_model, rope_types
+from rollout.loader import LoadedModel, fingerprint, load_model, move_model, rope_types
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
 from rollout.prefix_cache import PrefixCache
@@ -254,6 +254,7 @@ def _info(path: str, loaded: LoadedModel, kv_tokens: int, options: EngineOptions
         tokenizer_path=path if loaded.tokenizer is not None else None,
         captures_routes=options.enable_return_routed_experts,
         not_forced=not_forced,
+        fingerprint=fingerprint(loaded.model, loaded.tokenizer),
         trust_remote_code=options.trust_remote_code,
     )
 

@@ -275,4 +275,4 @@ class LocalBackend:
 
     def trace(self, request: Request) -> Trace:
         """The trace of an ended request."""
-        return trace_of(request, self._built.tokenizer)
+        return trace_of(request, self._built.tokenizer, self.info.fingerprint)

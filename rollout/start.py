@@ -64,6 +64,11 @@ def check_resumable(index: int, trace: Any, info: ModelInfo) -> None:
     name = f"resume {index} ({trace.sample_id})"
     if trace.finish_reason not in ("abort", "length"):
         raise ValueError(f"{name} ended with {trace.finish_reason!r}; only 'abort' and 'length' can go on")
+    if None not in (trace.model, info.fingerprint) and trace.model != info.fingerprint:
+        raise ValueError(
+            f"{name} was sampled by a model with fingerprint {trace.model}, this one has {info.fingerprint}: "
+            "config or tokenizer differ"
+        )
     if any(not 0 <= token < info.vocab_size for token in trace.token_ids):
         raise ValueError(f"{name} has a token id outside the vocabulary [0, {info.vocab_size}); it is another model's")
     if not info.captures_routes or info.not_forced:

@@ -11,8 +11,11 @@ from rollout.stops import PARTIAL, cut_at_stop
 from storage.trace import Trace
 
 
-def trace_of(request: Request, tokenizer: Any) -> Trace:
-    """Its arrays are read-only, as they are over Ray. Rows before `routed_experts_start_len` are left out."""
+def trace_of(request: Request, tokenizer: Any, model: str | None = None) -> Trace:
+    """Rows before `routed_experts_start_len` are left out; arrays are read-only, as they are over Ray.
+
+    `model` is the fingerprint of the model.
+    """
     asked = request.request
     text = _text_or_error(request, tokenizer)
     routes = _routes(request)
@@ -35,6 +38,7 @@ def trace_of(request: Request, tokenizer: Any) -> Trace:
         text=text,
         metadata=asked.metadata,
         error=request.error,
+        model=model,
         **(request.wanted.trace_fields(len(request.output_ids)) if request.wanted is not None else {}),
     )
 

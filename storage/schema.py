@@ -60,10 +60,11 @@ _FIELDS = (
     pa.field("crc32", pa.uint32(), nullable=False),
     *(pa.field(name, _list(pa.from_numpy_dtype(dtype))) for name, dtype in OPTIONAL_LOGPROBS.items()),
     pa.field("gate_weights", _list(pa.binary())),
+    pa.field("model", pa.string()),
 )
 _REQUIRED_LISTS = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts")
 _CHECKSUMMED = (*_REQUIRED_LISTS, *OPTIONAL_LOGPROBS, "gate_weights")
-_OPTIONAL = (*OPTIONAL_LOGPROBS, "gate_weights")
+_OPTIONAL = (*OPTIONAL_LOGPROBS, "gate_weights", "model")
 _NUMPY_LISTS = (*_CHECKSUMMED, "route_valid")
 COLUMNS = tuple(field.name for field in _FIELDS)
 

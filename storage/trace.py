@@ -196,6 +196,7 @@ class Trace:
         route_valid: None or one bool per row; a False row is zeros that nobody reads.
         stop_reason: the stop token id or stop string that ended it, if one did.
         error: what went wrong when finish_reason is "error".
+        model: None, or the fingerprint of config and tokenizer of the model that sampled it.
         gate_weights: None, or float16 like routed_experts: the weight that each chosen expert got.
         top_ids, top_logprobs, raw_top_logprobs: None, or `[completion, n]`: the model's n most likely tokens (int32)
             where each completion token was sampled, most likely first, and their log-probabilities (float32) under
@@ -235,6 +236,7 @@ class Trace:
     prompt_top_ids: np.ndarray | None = None
     prompt_top_logprobs: np.ndarray | None = None
     raw_prompt_top_logprobs: np.ndarray | None = None
+    model: str | None = None
     gate_weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:

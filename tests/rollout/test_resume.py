@@ -116,6 +116,7 @@ def test_a_trace_aborted_before_its_first_token_begins_anew(client, whole):
     [
         ({"finish_reason": "stop"}, r"resume 0 \(run/0/0-0/0\) ended with 'stop'; only 'abort' and 'length' can go on"),
         ({"routed_experts": None}, "has no routes or no raw logprobs; sample its prompt again instead"),
+        ({"model": "0123456789abcdef"}, "was sampled by a model with fingerprint 0123456789abcdef, this one has"),
         ({"raw_logprobs": None}, "has no routes or no raw logprobs"),
         ({"prompt_ids": [5, 6, 7, 8, 96]}, r"token id outside the vocabulary \[0, 96\); it is another model's"),
         ({"routed_experts": "one site"}, r"does not fit this model: .* shape \(28, 1, 2\), need \[rows, 2, 2\]"),
