@@ -18,12 +18,13 @@ import torch
 
 @dataclass(eq=False)
 class Op:
-    """One kernel, copy or event in a stream; it runs after `waits`. `finish` is in simulated seconds."""
+    """One kernel, copy or event in a stream; it runs after `waits`. `queued`, `finish`: simulated seconds."""
 
     name: str
     run: Callable[[], None]
     stream: Stream
     waits: list[Op]
+    queued: float
     finish: float
     done: bool = False
 
@@ -76,7 +77,7 @@ class Stream:
     def enqueue(self, name: str, run: Callable[[], None], cost: float = 0.0) -> Op:
         waits, self._waits = self._waits, []
         start = max([self._free_at, self._scheduler.clock.now(), *(op.finish for op in waits)])
-        op = Op(name, run, self, waits, start + cost)
+        op = Op(name, run, self, waits, self._scheduler.clock.now(), start + cost)
         self._free_at = op.finish
         self.busy += cost
         self.queue.append(op)
