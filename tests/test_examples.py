@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
+from rollout import RolloutClient, SamplingParams
+from rollout.tiny_moe import MODEL_PATH, exact_match, problems
 from storage import TraceDataset
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -73,3 +76,28 @@ def test_the_comparison_writes_a_table_and_a_picture_and_goes_on_where_it_stoppe
     compare.main()
     assert (tmp_path / "seed0-native.json").stat().st_mtime_ns == written
     assert "replay off" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One step of the built-in model with rewards."""
+    directory = str(tmp_path_factory.mktemp("traces"))
+    sums = problems(8, seed=0)
+    params = SamplingParams(max_tokens=5, seed=0)
+    with RolloutClient.local(MODEL_PATH, traces=directory, reward_fn=lambda t: exact_match(t.text, "55")) as client:
+        client.sample([problem.prompt for problem in sums], num_samples=2, sampling_params=params)
+    return directory
+
+
+def test_a_training_step_needs_only_the_dataset(traces: str, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = load("offline_replay").main(traces)
+    assert loss >= 0
+    assert "16 traces of step 0" in capsys.readouterr().out
+
+
+def test_three_readers_agree_with_the_traces(traces: str) -> None:
+    pytest.importorskip("datasets")
+    found = list(TraceDataset(traces).iter())
+    expected = (np.mean([t.reward for t in found]), np.mean([len(t.completion_ids) for t in found]))
+    for name, means in load("read_traces").main(traces).items():
+        assert means == pytest.approx(expected), name
