@@ -99,7 +99,7 @@ def plot(runs: dict[bool, list[dict[str, Any]]], file: Path) -> None:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=80)
 
 
 def _smooth(values: list[float], width: int = 10) -> np.ndarray:

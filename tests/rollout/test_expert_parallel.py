@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,11 +36,26 @@ def directory(tmp_path_factory):
     for family in FAMILIES:
         save_tiny(family, path / family)
     (path / "cases.json").write_text(json.dumps(CASES))
-    for size in (2, 4):
-        command = [sys.executable, "-m", "tests.rollout.dp_ranks"]
-        ranks = [subprocess.Popen([*command, str(rank), str(size), str(path)]) for rank in range(size)]
-        assert [rank.wait(timeout=240) for rank in ranks] == [0] * size
     return path
+
+
+@pytest.fixture(scope="module")
+def found(directory):
+    """What each rank of a case computed; the processes of a group size run all its cases, once."""
+
+    @cache
+    def run(size):
+        command = [sys.executable, "-m", "tests.rollout.dp_ranks"]
+        ranks = [subprocess.Popen([*command, str(rank), str(size), str(directory)]) for rank in range(size)]
+        assert [rank.wait(timeout=240) for rank in ranks] == [0] * size
+        return [torch.load(directory / f"size{size}-rank{rank}.pt") for rank in range(size)]
+
+    def results(index):
+        size = len(CASES[index]["tokens"])
+        position = [i for i, case in enumerate(CASES) if len(case["tokens"]) == size].index(index)
+        return [rank[position] for rank in run(size)]
+
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +73,19 @@ def whole_model(directory):
     return forward
 
 
-def found(directory, index):
-    size = len(CASES[index]["tokens"])
-    position = [i for i, case in enumerate(CASES) if len(case["tokens"]) == size].index(index)
-    return [torch.load(directory / f"size{size}-rank{rank}.pt")[position] for rank in range(size)]
+def by_index(*indices):
+    """Groups of four are for the full tier."""
+    return pytest.mark.parametrize(
+        "index",
+        [pytest.param(i, marks=[pytest.mark.full] if len(CASES[i]["tokens"]) == 4 else []) for i in indices],
+        ids=lambda i: "-".join(str(part) for part in (len(CASES[i]["tokens"]), *list(CASES[i].values())[:3])),
+    )
 
 
-@pytest.mark.parametrize(
-    "index", range(len(CASES)), ids=lambda i: "-".join(str(CASES[i][k]) for k in ("family", "layout", "graph_batch"))
-)
-def test_logits_and_routes_of_each_rank_are_those_of_the_whole_model(directory, whole_model, index):
+@by_index(*range(len(CASES)))
+def test_logits_and_routes_of_each_rank_are_those_of_the_whole_model(found, whole_model, index):
     case = CASES[index]
-    for tokens, rank in zip(case["tokens"], found(directory, index), strict=True):
+    for tokens, rank in zip(case["tokens"], found(index), strict=True):
         assert len(rank["logits"]) == len(rank["routes"]) == len(tokens)
         if tokens:
             logits, routes, _ = whole_model(case["family"], tokens)
@@ -76,10 +93,10 @@ def test_logits_and_routes_of_each_rank_are_those_of_the_whole_model(directory, 
             np.testing.assert_array_equal(rank["routes"], routes)
 
 
-@pytest.mark.parametrize("index", [0, len(CASES) - 1])
-def test_a_rank_holds_its_share_of_the_experts_and_no_more(directory, whole_model, index):
+@by_index(0, len(CASES) - 1)
+def test_a_rank_holds_its_share_of_the_experts_and_no_more(found, whole_model, index):
     case = CASES[index]
     *_, model = whole_model(case["family"], [1])
     whole = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     size = len(case["tokens"])
-    assert [rank["expert_bytes"] for rank in found(directory, index)] == [whole // size] * size
+    assert [rank["expert_bytes"] for rank in found(index)] == [whole // size] * size
