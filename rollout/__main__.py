@@ -46,6 +46,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="sample over Ray with N actors (default: in process)",
     )
 
+    bench = commands.add_parser("bench", help="tokens/s and ratios: recording, overlap, batch invariance, transformers")
+    bench.add_argument("--sizes", default="small", metavar="LIST", help="random models: small,mid (default: small)")
+    bench.add_argument("--model", action="append", default=[], metavar="PATH", help="a checkpoint instead")
+    bench.add_argument("--batches", default="16,64", metavar="LIST", help="default: %(default)s")
+    bench.add_argument("--prompt-len", type=int, default=64, metavar="N")
+    bench.add_argument("--new-tokens", type=int, default=128, metavar="N")
+    bench.add_argument("--repeats", type=int, default=3, metavar="N")
+    bench.add_argument("--threads", type=int, default=1, metavar="N")
+    bench.add_argument("--device", default="cpu")
+    bench.add_argument(
+        "--peers", default="generate", metavar="LIST", help="generate,generate_batch of transformers; '' for none"
+    )
+    bench.add_argument("--json", action="store_true", help="every round, for programs")
+
     inspect = commands.add_parser("inspect", help="what a dataset holds: steps, samples, tokens, bytes, expert load")
     inspect.add_argument("dir", metavar="DIR")
 

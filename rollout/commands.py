@@ -96,6 +96,32 @@ def families(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench(options: argparse.Namespace) -> int:
+    """See rollout/bench.py."""
+    from rollout.bench import PEERS, BenchOptions, run_bench, tables, to_json
+
+    peers = [name for name in options.peers.split(",") if name]
+    if unknown := set(peers) - set(PEERS):
+        raise ValueError(f"peers {sorted(unknown)} are unknown; choose among {list(PEERS)}")
+    chosen = BenchOptions(
+        models=options.model or options.sizes.split(","),
+        batches=[int(batch) for batch in options.batches.split(",")],
+        prompt_len=options.prompt_len,
+        new_tokens=options.new_tokens,
+        repeats=options.repeats,
+        threads=options.threads,
+        device=options.device,
+        peers=peers,
+    )
+    results = run_bench(chosen)
+    if options.json:
+        sys.stdout.write(json.dumps(to_json(results)) + "\n")
+    else:
+        for table in tables(results):
+            Console().print(table)
+    return 0
+
+
 def inspect(options: argparse.Namespace) -> int:
     """Print what a dataset holds."""
     Console().print(inspect_table(options.dir))

@@ -1,51 +1,14 @@
-"""Random models of a known shape for benchmarks; the figures in the README name them."""
+"""The models of `moe-rollout bench`, for the other benchmarks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from rollout.bench_models import save_model
 
-SHAPES = {
-    "small": {
-        "hidden_size": 256,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 128,
-        "num_attention_heads": 8,
-    },
-    "mid": {
-        "hidden_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "num_attention_heads": 16,
-    },
-}
-"""Qwen3-MoE with 8 layers and a vocabulary of 4096: 29 M and 835 M parameters."""
-
-
-def save_model(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> str:
-    """Save one of SHAPES with seeded random weights, once, and return its directory."""
-    path = directory / name
-    if not path.exists():
-        torch.manual_seed(0)
-        config = Qwen3MoeConfig(
-            vocab_size=4096,
-            num_hidden_layers=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            intermediate_size=512,
-            max_position_embeddings=4096,
-            eos_token_id=0,
-            pad_token_id=1,
-            **SHAPES[name],
-        )
-        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(path)
-    return str(path)
+__all__ = ["make_small", "save_model"]
 
 
 def make_small(directory: Path) -> str:
-    """The small model in float32."""
+    """The small model, float32."""
     return save_model("small", directory)

@@ -1,0 +1,208 @@
+"""`moe-rollout bench`: ratios of one run, with recording on and off, overlap on and off, and against transformers.
+
+All variants sample the same prompts in turn, so that a machine whose speed drifts slows all of them. The first round
+warms up. Ratios are medians of the ratios within a round; the spread is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from rollout.bench_models import save_model
+from rollout.client import RolloutClient
+from rollout.config import EngineOptions
+from rollout.loader import no_progress_bar
+from rollout.sampling import SamplingParams
+
+PEERS = ("generate", "generate_batch")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure.
+
+    Attributes:
+        models: "small", "mid" (random, made here) or checkpoint directories.
+        batches: sequences sampled together.
+        peers: of PEERS, run on the same checkpoint and prompts.
+    """
+
+    models: Sequence[str] = ("small",)
+    batches: Sequence[int] = (16, 64)
+    prompt_len: int = 64
+    new_tokens: int = 128
+    repeats: int = 3
+    threads: int = 1
+    device: str = "cpu"
+    peers: Sequence[str] = ("generate",)
+
+
+class Measured(NamedTuple):
+    """One variant in one round: sampled tokens per second with prefill, ms per forward, ms to the first token."""
+
+    tokens_per_second: float
+    step_ms: float | None = None
+    first_token_ms: float | None = None
+
+
+Round = dict[str, Measured]
+Run = Callable[[int], Measured]
+
+
+def run_bench(options: BenchOptions) -> dict[str, list[Round]]:
+    """The rounds of every model and batch, keyed `"small B16"`."""
+    torch.set_num_threads(options.threads)
+    results: dict[str, list[Round]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in options.models:
+            path = save_model(model, Path(scratch)) if model in ("small", "mid") else model
+            for batch in options.batches:
+                with contextlib.ExitStack() as stack:
+                    runs = _variants(path, batch, options, Path(scratch), stack)
+                    rounds = [
+                        {name: run(number) for name, run in runs.items()} for number in range(options.repeats + 1)
+                    ]
+                results[f"{Path(model).name} B{batch}"] = rounds[1:]
+    return results
+
+
+def _variants(
+    path: str, batch: int, options: BenchOptions, scratch: Path, stack: contextlib.ExitStack
+) -> dict[str, Run]:
+    """By name; all stay open, so that rounds interleave."""
+    prompts = [[(i * 37 + j * 11) % 4000 + 2 for j in range(options.prompt_len)] for i in range(batch)]
+
+    def engine(**engine_options: Any) -> Run:
+        client = stack.enter_context(
+            RolloutClient.local(
+                path,
+                device=options.device,
+                num_threads=options.threads,
+                max_running_requests=max(options.batches),
+                **engine_options,
+            )
+        )
+        return lambda number: _sample(client, prompts, options, number)
+
+    runs = {
+        "recording": engine(),
+        "recording + dataset": engine(traces=scratch / f"traces-{Path(path).name}-{batch}"),
+        "recording off": engine(enable_return_routed_experts=False),
+        "overlap off": engine(disable_overlap_schedule=True),
+    }
+    if options.device == "cpu":
+        runs["batch_invariant"] = engine(batch_invariant=True)
+    elif "disable_cuda_graph" in EngineOptions.model_fields:
+        runs["recording, no graphs"] = engine(disable_cuda_graph=True)
+        runs["recording off, no graphs"] = engine(disable_cuda_graph=True, enable_return_routed_experts=False)
+        runs["overlap off, no graphs"] = engine(disable_cuda_graph=True, disable_overlap_schedule=True)
+    if options.peers:
+        with no_progress_bar():
+            model: Any = AutoModelForCausalLM.from_pretrained(path).eval()
+            model.to(options.device)
+        for peer in options.peers:
+            runs[peer] = lambda number, peer=peer: _PEERS[peer](model, prompts, options)  # type: ignore[misc]
+    return runs
+
+
+def _sample(client: RolloutClient, prompts: list[list[int]], options: BenchOptions, number: int) -> Measured:
+    params = SamplingParams(temperature=1.0, max_tokens=options.new_tokens, ignore_eos=True, seed=number)
+    stats = client.backend.stats  # type: ignore[attr-defined]
+    before = stats.forwards
+    started = time.perf_counter()
+    client.sample(prompts, sampling_params=params)
+    seconds = time.perf_counter() - started
+    first = [e.seconds for e in stats.events if e.kind == "finalize" and e.seconds > started][:1]
+    return Measured(
+        tokens_per_second=len(prompts) * options.new_tokens / seconds,
+        step_ms=1e3 * seconds / (stats.forwards - before),
+        first_token_ms=1e3 * (first[0] - started) if first else None,
+    )
+
+
+@torch.inference_mode()
+def _generate(model: Any, prompts: list[list[int]], options: BenchOptions) -> Measured:
+    config = _generation_config(options)
+    started = time.perf_counter()
+    out = model.generate(torch.tensor(prompts, device=options.device), generation_config=config)
+    seconds = time.perf_counter() - started
+    assert out.shape == (len(prompts), options.prompt_len + options.new_tokens)
+    return Measured(len(prompts) * options.new_tokens / seconds)
+
+
+@torch.inference_mode()
+def _generate_batch(model: Any, prompts: list[list[int]], options: BenchOptions) -> Measured:
+    started = time.perf_counter()
+    out = model.generate_batch(prompts, generation_config=_generation_config(options), progress_bar=False)
+    seconds = time.perf_counter() - started
+    made = sum(len(request.generated_tokens) for request in out.values())
+    return Measured(made / seconds)
+
+
+def _generation_config(options: BenchOptions) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=options.new_tokens,
+        min_new_tokens=options.new_tokens,
+        do_sample=True,
+        eos_token_id=-1,
+        pad_token_id=1,
+    )
+
+
+_PEERS: dict[str, Callable[[Any, list[list[int]], BenchOptions], Measured]] = {
+    "generate": _generate,
+    "generate_batch": _generate_batch,
+}
+
+RATIOS = (
+    ("recording", "recording off"),
+    ("recording + dataset", "recording off"),
+    ("recording", "overlap off"),
+    ("batch_invariant", "recording"),
+    ("recording, no graphs", "recording off, no graphs"),
+    ("recording, no graphs", "overlap off, no graphs"),
+    ("recording", "recording, no graphs"),
+    ("recording", "generate"),
+    ("recording", "generate_batch"),
+)
+
+
+def tables(results: dict[str, list[Round]]) -> list[Table]:
+    """One table per model and batch: medians, then ratios with their spread."""
+    return [_table(name, rounds) for name, rounds in results.items()]
+
+
+def _table(title: str, rounds: list[Round]) -> Table:
+    out = Table(
+        "variant", "tokens/s", "min", "max", "ms/step", "first token ms", title=f"{title}, {len(rounds)} rounds"
+    )
+    for name in rounds[0]:
+        rates = [r[name].tokens_per_second for r in rounds]
+        steps, firsts = ([r[name][field] for r in rounds] for field in (1, 2))
+        out.add_row(name, *(f"{f(rates):.0f}" for f in (statistics.median, min, max)), *map(_median, (steps, firsts)))
+    for a, b in RATIOS:
+        if a in rounds[0] and b in rounds[0]:
+            values = [r[a].tokens_per_second / r[b].tokens_per_second for r in rounds]
+            out.add_row(f"{a} / {b}", *(f"{f(values):.3f}" for f in (statistics.median, min, max)))
+    return out
+
+
+def _median(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.1f}" if known else ""
+
+
+def to_json(results: dict[str, list[Round]]) -> dict[str, Any]:
+    """The same for programs."""
+    return {name: [{k: m._asdict() for k, m in r.items()} for r in rounds] for name, rounds in results.items()}

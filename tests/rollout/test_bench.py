@@ -1,0 +1,46 @@
+"""`moe-rollout bench` runs, counts what it says, and refuses what it does not know. It asserts nothing on time."""
+
+import json
+
+import pytest
+
+from rollout.__main__ import main
+from rollout.bench import Measured, tables
+
+
+def bench(checkpoint, *options):
+    arguments = ["bench", "--model", str(checkpoint("qwen3_moe")), "--prompt-len", "4", "--new-tokens", "3"]
+    return main([*arguments, "--batches", "2", "--repeats", "1", *options])
+
+
+def test_every_variant_and_peer_is_measured_in_each_round(checkpoint, capsys):
+    assert bench(checkpoint, "--peers", "generate,generate_batch", "--json") == 0
+    (rounds,) = json.loads(capsys.readouterr().out).values()
+    variants = {"recording", "recording + dataset", "recording off", "overlap off", "batch_invariant"}
+    assert [set(r) for r in rounds] == [variants | {"generate", "generate_batch"}]
+    assert all(measured["tokens_per_second"] > 0 for measured in rounds[0].values())
+    assert all(rounds[0][name]["first_token_ms"] > 0 for name in variants)
+
+
+def test_medians_and_ratios_by_hand():
+    rounds = [
+        {"recording": Measured(90.0, 2.0, 5.0), "recording off": Measured(100.0)},
+        {"recording": Measured(110.0, 4.0, 7.0), "recording off": Measured(100.0)},
+        {"recording": Measured(80.0, 3.0, 6.0), "recording off": Measured(100.0)},
+    ]
+    (table,) = tables({"small B16": rounds})
+    columns = [list(column.cells) for column in table.columns]
+    assert columns[0] == ["recording", "recording off", "recording / recording off"]
+    assert [column[0] for column in columns[1:]] == ["90", "80", "110", "3.0", "6.0"]
+    assert [column[2] for column in columns[1:4]] == ["0.900", "0.800", "1.100"]
+
+
+def test_an_unknown_peer_is_named(checkpoint, capsys):
+    assert bench(checkpoint, "--peers", "tgi") == 1
+    assert "peers ['tgi'] are unknown; choose among ['generate', 'generate_batch']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["tiny"])
+def test_an_unknown_size_is_no_checkpoint(size, capsys):
+    assert main(["bench", "--sizes", size]) == 1
+    assert "'tiny'" in capsys.readouterr().err
