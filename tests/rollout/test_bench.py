@@ -13,11 +13,12 @@ def bench(checkpoint, *options):
     return main([*arguments, "--batches", "2", "--repeats", "1", *options])
 
 
-def test_every_variant_and_peer_is_measured_in_each_round(checkpoint, capsys):
-    assert bench(checkpoint, "--peers", "generate,generate_batch", "--json") == 0
+@pytest.mark.parametrize("peers", ["generate", pytest.param("generate,generate_batch", marks=pytest.mark.full)])
+def test_every_variant_and_peer_is_measured_in_each_round(checkpoint, capsys, peers):
+    assert bench(checkpoint, "--peers", peers, "--json") == 0
     (rounds,) = json.loads(capsys.readouterr().out).values()
     variants = {"recording", "recording + dataset", "recording off", "overlap off", "batch_invariant"}
-    assert [set(r) for r in rounds] == [variants | {"generate", "generate_batch"}]
+    assert [set(r) for r in rounds] == [variants | set(peers.split(","))]
     assert all(measured["tokens_per_second"] > 0 for measured in rounds[0].values())
     assert all(rounds[0][name]["first_token_ms"] > 0 for name in variants)
 
