@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from actors.config import ConfigError, PipelineConfig, load_config
@@ -48,6 +50,25 @@ def run(config: PipelineConfig, make_client: Callable[[PipelineConfig], Any] = r
         return _run_missing(config, make_client)
 
 
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which `ray job stop` sends, ends the run as an error would: the step under way is abandoned."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals go to the main thread alone
+        return
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the clean-up
+    logger.warning("stopped by SIGTERM: the step under way is abandoned, another run goes on from it")
+    raise SystemExit(128 + number)
+
+
 def _lease(config: PipelineConfig) -> contextlib.AbstractContextManager[Any]:
     """Object stores have no locks; there the conditional put of each commit has to do."""
     if is_remote(config.traces):
@@ -62,7 +83,7 @@ def _run_missing(config: PipelineConfig, make_client: Callable[[PipelineConfig],
         _check_same_run(config)
     logger.info("%s: %d of %d steps to do", config.traces, len(batches), config.steps)
     if batches:
-        with make_client(config) as client:
+        with make_client(config) as client, _stopped_by_sigterm():  # behind ray.init, which sets a handler of its own
             for step, batch in batches.items():
                 _run_step(client, config, step, batch)
     return list(batches)

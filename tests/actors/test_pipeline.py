@@ -27,7 +27,14 @@ REAL = ROOT / "rollout" / "tiny_moe"
 
 
 def write_run(
-    folder: Path, *, steps: int, milliseconds: int = 0, model: str = "fake", on_error: str = "stop", extra: str = ""
+    folder: Path,
+    *,
+    steps: int,
+    milliseconds: int = 0,
+    model: str = "fake",
+    on_error: str = "stop",
+    num_actors: int = 1,
+    extra: str = "",
 ) -> Path:
     """A config of 5 prompts, 2 per step, 3 samples each; the fake takes `milliseconds` per sample."""
     prompts = [{"prompt_ids": [10 + i, milliseconds], "key": f"p{i}"} for i in range(5)]
@@ -36,7 +43,7 @@ def write_run(
     path.write_text(
         f'model = "{model}"\ntraces = "traces"\nrun = "r"\nprompts = "prompts.jsonl"\n'
         f'steps = {steps}\nprompts_per_step = 2\nnum_samples = 3\non_error = "{on_error}"\n'
-        f"[sampling]\nseed = 0\nmax_tokens = 8\n[actors]\nnum_actors = 1\nnum_cpus = 0.5\n{extra}"
+        f"[sampling]\nseed = 0\nmax_tokens = 8\n[actors]\nnum_actors = {num_actors}\nnum_cpus = 0.5\n{extra}"
     )
     return path
 
@@ -124,6 +131,7 @@ def test_nothing_to_do_starts_nothing(tmp_path: Path) -> None:
     assert run(config, make_client=None) == []  # type: ignore[arg-type]
 
 
+@pytest.mark.chaos
 def test_killed_in_mid_step_and_started_again_it_ends_with_exactly_the_expected_samples(tmp_path: Path) -> None:
     path = write_run(tmp_path, steps=4, milliseconds=60)
     with driver("-m", "tests.actors.fake_pipeline", str(path)) as process:
@@ -131,6 +139,23 @@ def test_killed_in_mid_step_and_started_again_it_ends_with_exactly_the_expected_
         process.send_signal(signal.SIGKILL)
     committed = len(stored_ids(tmp_path / "traces"))
     assert 12 <= committed < 24
+    with driver("-m", "tests.actors.fake_pipeline", str(path)) as process:
+        finish(process)
+    assert_complete(load_config(path))
+
+
+@pytest.mark.chaos
+def test_a_run_that_is_told_to_stop_abandons_its_step_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What `ray job stop` sends first."""
+    path = write_run(tmp_path, steps=4, milliseconds=60)
+    with driver("-m", "tests.actors.fake_pipeline", str(path)) as process:
+        assert eventually(lambda: (tmp_path / "traces" / "step-000000001").exists(), seconds=60)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "stopped by SIGTERM" in output
+    assert list((tmp_path / "traces" / "_staging").iterdir()) == []
+    assert TraceDataset(tmp_path / "traces").verify() == []
     with driver("-m", "tests.actors.fake_pipeline", str(path)) as process:
         finish(process)
     assert_complete(load_config(path))
