@@ -13,6 +13,7 @@ import ray
 from actors.finished import RemoteFinished, aborted
 from actors.remote import LOST, fetch, first_line
 from actors.slot import ActorSlot
+from actors.watchdog import Watchdog
 from rollout.backend import SampleRequest
 from storage.trace import RoutingSpec
 
@@ -25,12 +26,14 @@ class Limits:
 
     A chunk is a few prompts, asked of one actor in one call; `outstanding_chunks` calls at most run per actor and
     stream; each holds at most `tables_in_flight` tables that nobody took. `max_attempts` actors may die over one chunk.
+    An actor that has work and computes no token for `stall_seconds` is killed and replaced.
     """
 
     chunk_samples: int = 16
     outstanding_chunks: int = 6
     tables_in_flight: int = 4
     max_attempts: int = 3
+    stall_seconds: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Dispatch:
     """The state of one `ActorPool.stream` call.
 
     Events that another thread may set, seen within `POLL_SECONDS`: `aborted` ends all requests as such, `left` drops
-    them, `closed` is the whole pool's. While `paused()`, no actor is asked for more.
+    them, `closed` is the whole pool's. While `paused()`, no actor is asked for more; while `resting()`, none is
+    expected to make progress.
     """
 
     def __init__(
@@ -96,8 +100,9 @@ class Dispatch:
         spec: RoutingSpec,
         closed: threading.Event,
         paused: Callable[[], bool] = lambda: False,
+        resting: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._paused = paused
+        self._paused, self._resting = paused, resting
         self._slots, self._limits, self._spec, self._closed = slots, limits, spec, closed
         self.aborted, self.left = threading.Event(), threading.Event()
         self._missing = {request.sample_id: request for request in requests}
@@ -107,6 +112,7 @@ class Dispatch:
         self._waiting = deque(_Chunk(tuple(requests[i : i + size])) for i in range(0, len(requests), size or 1))
         self._calls: list[_Call] = []
         self._discarded: set[str] = set()
+        self._watchdog = Watchdog(limits.stall_seconds)
 
     def missing(self) -> set[str]:
         """Samples that have not arrived."""
@@ -128,6 +134,7 @@ class Dispatch:
                     yield from self._abort_waiting()
                 else:
                     self._submit()
+                self._watchdog.look({} if self._resting() else {call.handle: call.slot.index for call in self._calls})
                 yield from self._end_discarded()
                 for call in self._ready():
                     if not self._is_ended():

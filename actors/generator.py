@@ -145,8 +145,12 @@ class Generator:
 
     @ray.method(concurrency_group="control")
     def health(self) -> dict[str, Any]:
-        """`{"pid": 4711, "loaded": True}`; answers while sampling."""
-        return {"pid": os.getpid(), "loaded": self._backend is not None}
+        """`{"pid": 4711, "loaded": True, "progress": 12345}`; answers while sampling.
+
+        `progress` grows while the engine computes tokens; None when the backend does not count them.
+        """
+        progress = getattr(self._backend, "progress", None)
+        return {"pid": os.getpid(), "loaded": self._backend is not None, "progress": progress}
 
     @ray.method(concurrency_group="control")
     def close(self) -> None:

@@ -116,7 +116,13 @@ class ActorPool:
         if self._asleep:
             raise RuntimeError("the actors sleep, their weights are not on the device: call wake() before sampling")
         dispatch = Dispatch(
-            self._slots, requests, self._limits, self._info.spec, self._closed, paused=lambda: bool(self._asleep)
+            self._slots,
+            requests,
+            self._limits,
+            self._info.spec,
+            self._closed,
+            paused=lambda: bool(self._asleep),
+            resting=lambda: self._paused or bool(self._asleep),
         )
         return PoolStream(dispatch, self._run(dispatch))
 

@@ -64,6 +64,11 @@ class LocalBackend:
         """The engine's counts and event log."""
         return self._built.engine.stats
 
+    @property
+    def progress(self) -> int:
+        """Grows with every token that is computed, prompts' too."""
+        return int(self.stats.tokens)
+
     @cached_property
     def window(self) -> int:
         """How many requests one stream keeps submitted: a consumer that pauses holds at most this many results."""

@@ -75,6 +75,7 @@ class FakeBackend:
         journal: a folder; every started request leaves an empty file there, named after its sample.
         die_at, die_times: kill the process when it comes to this sample, as often as that (counted in the journal);
             "stage" and "apply" are the two halves of a weight update.
+        stall_at, die_times: stand still at this sample, as often as that.
         fail_at: raise ValueError at this sample.  error_at: answer this sample with finish_reason "error".
         load_error: raise FileNotFoundError instead of loading.  load_seconds: how long loading takes.
     """
@@ -88,6 +89,7 @@ class FakeBackend:
         journal: str | None = None,
         die_at: str | None = None,
         die_times: int = 1,
+        stall_at: str | None = None,
         fail_at: str | None = None,
         error_at: str | None = None,
         load_error: str | None = None,
@@ -101,6 +103,8 @@ class FakeBackend:
         self.asleep = 0
         self._journal = Path(journal) if journal else None
         self._die_at, self._die_times, self._fail_at, self._error_at = die_at, die_times, fail_at, error_at
+        self._stall_at = stall_at
+        self.progress = 0
         self._streams: list[FakeStream] = []
 
     def stream(self, requests: Sequence[SampleRequest]) -> FakeStream:
@@ -111,6 +115,10 @@ class FakeBackend:
     def answer(self, request: SampleRequest, stopped: threading.Event) -> Trace:
         """What `request` ends in, after the time it takes or once `stopped`."""
         self._note("start", request.sample_id)
+        if request.sample_id == self._stall_at and self._count("stall") < self._die_times:
+            self._note("stall", f"{os.getpid()}")
+            threading.Event().wait()
+        self.progress += COMPLETION
         if request.sample_id == self._die_at and self._count("death") < self._die_times:
             self._note("death", f"{os.getpid()}")
             time.sleep(0.2)  # let what was yielded before reach the driver

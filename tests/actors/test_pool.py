@@ -414,3 +414,34 @@ def test_all_actors_of_a_node_read_one_stored_copy_of_each_tensor(monkeypatch: p
         views = [once.tensors()["w"] for _ in range(2)]
         assert views[0].data_ptr() == views[1].data_ptr()  # shared memory, not a copy per reader
         assert torch.equal(views[0], weights["w"])
+
+
+# --- an engine that stands still --------------------------------------------------------------------------------------
+
+QUICK = Limits(chunk_samples=2, outstanding_chunks=2, stall_seconds=1.0)
+
+
+def test_an_engine_that_stands_still_is_replaced_and_its_samples_come_once(journal: Path, caplog) -> None:
+    requests = make_requests(4, 2)
+    with pool_of(1, QUICK, journal=str(journal), stall_at="run/0/2/1") as pool:
+        assert_exactly(collect(pool, requests), requests)
+    assert len(list(journal.glob("stall-*"))) == 1
+    assert "generator actor 0 made no token for" in caplog.text
+
+
+def test_a_slow_engine_is_left_alone_while_it_goes_on(journal: Path) -> None:
+    requests = make_requests(4, 1, milliseconds=600)
+    with pool_of(1, QUICK, journal=str(journal)) as pool:
+        pids = {trace.metadata["pid"] for trace in collect(pool, requests)}
+    assert len(pids) == 1
+
+
+def test_a_consumer_that_pauses_is_no_stall(journal: Path) -> None:
+    requests = make_requests(6, 1, milliseconds=50)
+    with pool_of(1, QUICK, journal=str(journal)) as pool:
+        stream = pool.stream(requests)
+        first = next(stream).traces()
+        time.sleep(2.5)  # the consumer pauses
+        rest = [trace for finished in stream for trace in finished.traces()]
+    assert_exactly([*first, *rest], requests)
+    assert len({trace.metadata["pid"] for trace in rest}) == 1
