@@ -117,7 +117,8 @@ class AttentionBatch:
     def _plan_latent(
         cls, pool: KVPool, spans: list[Span], out_cache_loc: torch.Tensor, batch_invariant: bool
     ) -> AttentionBatch:
-        slots = torch.cat([torch.arange(span.slot, span.slot + span.kv_len) for span in spans])
+        read = [torch.arange(span.slot, span.slot + span.kv_len) for span in spans]
+        slots = torch.cat(read) if read else torch.zeros(1, dtype=torch.int64)  # no key at all has no shape
         padding = slots[-1:].expand(-len(slots) % ROW_MULTIPLE)  # the expansion's rows keep their bits, see experts.py
         moved, offset = [], 0
         for span in spans:

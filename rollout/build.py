@@ -18,13 +18,19 @@ from rollout.config import EngineOptions
 from rollout.device import Stream, open_stream
 from rollout.device_memory import ParkedWeights
 from rollout.engine import Engine
+from rollout.expert_parallel import use_expert_parallel
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
 from rollout.forced_rows import try_forcing
+from rollout.group_start import NOT_FORCED, check_member, join, refuse_states
+from rollout.group_weights import part_of
 from rollout.loader import LoadedModel, fingerprint, load_model, move_model, rope_types
+from rollout.lockstep import Lockstep, Membership
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
+from rollout.parallel import ExpertRange, RankGroup, StepShape
 from rollout.prefix_cache import PrefixCache
 from rollout.request import Request
+from rollout.router import WATCHED_TOKENS
 from rollout.scheduler import Scheduler
 from rollout.self_test import (
     MAX_ROWS,
@@ -34,6 +40,7 @@ from rollout.self_test import (
     check_engine,
     plain_forward,
 )
+from rollout.sharded_loader import own_experts
 from rollout.state_layers import StateLayers, find_state_modules
 from rollout.update_modes import check_version
 from rollout.weights import StagedWeights, stage
@@ -53,15 +60,24 @@ class BuiltEngine:
     stream: Stream
     names: CheckpointNames
     kv_tokens: int
+    lockstep: Lockstep | None = None
+    experts: ExpertRange | None = None
     parked: ParkedWeights | None = None
 
-    def stage_weights(self, source: Any, version: int, force: bool, check_finite: bool) -> StagedWeights:
-        """Check version and weights while the old ones serve; for any thread. See LocalBackend.update_weights."""
+    def stage_weights(
+        self, source: Any, version: int, force: bool, check_finite: bool, saved: bool | None = None
+    ) -> StagedWeights:
+        """Check version and weights while the old ones serve; for any thread. See LocalBackend.update_weights.
+
+        A rank takes its part of the whole model's weights.
+        """
         with contextlib.ExitStack() as stack:
             if hasattr(source, "close"):
                 stack.callback(source.close)  # whoever feeds it must not wait for ever for a refused update
             check_version(version, self.engine.weight_version, force)
-            return stage(self.names, source, check_finite)
+            if self.experts is not None:
+                source = part_of(source, self.experts)
+            return stage(self.names, source, check_finite, saved)
 
     def apply_weights(self, staged: StagedWeights, version: int, recompute: bool = False) -> None:
         """Copy staged weights behind the steps in flight; steps from now on use them.
@@ -110,29 +126,56 @@ class BuiltEngine:
             self.stream.close()
             if self.runner.capturer is not None:
                 self.runner.capturer.close()
+            if self.lockstep is not None:
+                self.lockstep.leave()
 
 
-def build_engine(path: str, options: EngineOptions, on_finish: Callable[[Request], None]) -> BuiltEngine:
-    """Load `path` and return a tested engine. Nothing keeps running when it fails."""
+def build_engine(
+    path: str, options: EngineOptions, on_finish: Callable[[Request], None], member: Membership | None = None
+) -> BuiltEngine:
+    """Load `path` and return a tested engine. Nothing keeps running when it fails.
+
+    As a `member` of a group it waits for the others, who must be started alike, and holds its part of the experts.
+    """
     stream = open_stream(options.device, options.num_threads)
+    lockstep = None
     try:
-        return build_on(stream, path, options, on_finish)
+        if member is not None:
+            check_member(path, options, member)
+            lockstep = join(path, options, member)
+        return build_on(stream, path, options, on_finish, lockstep)
     except BaseException:
         stream.close()
+        if lockstep is not None:
+            lockstep.leave()
         raise
 
 
-def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Callable[[Request], None]) -> BuiltEngine:
-    """The same on a stream that the caller opened, and closes when this fails."""
+def build_on(
+    stream: Stream,
+    path: str,
+    options: EngineOptions,
+    on_finish: Callable[[Request], None],
+    lockstep: Lockstep | None = None,
+) -> BuiltEngine:
+    """The same on a stream and in a group that the caller opened, and closes when this fails."""
     _check_device(options, stream.device)
-    loaded = load_model(path, options.dtype, options.trust_remote_code)
+    ranks = lockstep.ranks if lockstep is not None else None
+    part = (ranks.rank, ranks.size) if ranks is not None else None
+    loaded = load_model(path, options.dtype, options.trust_remote_code, part)
     stream.run(lambda: move_model(loaded.model, stream.device))
-    forcing, not_forced = stream.call(lambda: try_forcing(loaded.model))
+    forcing, not_forced = None, NOT_FORCED
+    if ranks is not None:
+        refuse_states(loaded.model)
+        use_expert_parallel(loaded.model, ranks, MIN_ROWS if options.batch_invariant else 1)
+        ranks.begin(-1, StepShape((WATCHED_TOKENS,) * ranks.size))
+    if ranks is None or ranks.layout != "allgather":
+        forcing, not_forced = stream.call(lambda: try_forcing(loaded.model))
     capturer = None
     if options.enable_return_routed_experts:
         rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS)
-        capturer = stream.call(lambda: RoutedExpertsCapturer(loaded.model, loaded.spec, rows))
-    runner = _tested_runner(loaded, options, capturer, stream)
+        capturer = stream.call(lambda: RoutedExpertsCapturer(loaded.model, loaded.spec, rows, ranks))
+    runner = _tested_runner(loaded, options, capturer, stream, ranks)
     kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options, runner.pool.token_bytes)
     runner.resize(kv_tokens)
     if capturer is not None and runner.whole_prompts:
@@ -162,24 +205,34 @@ def build_on(stream: Stream, path: str, options: EngineOptions, on_finish: Calla
         loaded.tokenizer,
         overlap=not options.disable_overlap_schedule,
         on_finish=on_finish,
+        lockstep=lockstep,
     )
     names = CheckpointNames(loaded.model)
     info = _info(path, loaded, kv_tokens, options, not_forced)
-    return BuiltEngine(engine, runner, info, loaded.tokenizer, stream, names, kv_tokens)
+    return BuiltEngine(
+        engine, runner, info, loaded.tokenizer, stream, names, kv_tokens, lockstep, own_experts(loaded.model)
+    )
 
 
 def _tested_runner(
-    loaded: LoadedModel, options: EngineOptions, capturer: RoutedExpertsCapturer | None, stream: Stream
+    loaded: LoadedModel,
+    options: EngineOptions,
+    capturer: RoutedExpertsCapturer | None,
+    stream: Stream,
+    ranks: RankGroup | None,
 ) -> ModelRunner:
     """Switch the model to our attention and experts, over a pool just large enough for the self-test, and test it."""
     model = loaded.model
-    model.set_experts_implementation("eager")
-    reference = stream.call(lambda: plain_forward(model, capturer, loaded.vocab_size, loaded.max_positions))
+    if ranks is None:
+        model.set_experts_implementation("eager")
+    limits = loaded.vocab_size, loaded.max_positions
+    reference = stream.call(lambda: plain_forward(model, capturer, *limits, ranks=ranks))
     plain_attention = model.config._attn_implementation
     use_slot_attention(model)
-    use_experts_implementation(model, _experts(options, stream.device))
+    if ranks is None:
+        use_experts_implementation(model, _experts(options, stream.device))
     size = 2 * len(reference.tokens)
-    runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant)
+    runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant, ranks)
     if find_state_modules(model):
         runner.states = StateLayers(model)
     _choose_cache(runner, reference, plain_attention, loaded)
@@ -220,9 +273,15 @@ def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: st
             _check_one_rope(runner)
             check_engine(runner, reference)
         except LatentCacheError:
+            if runner.ranks is not None and runner.ranks.layout == "allgather":
+                raise ValueError(
+                    "a latent cache was not shown to be exact there; use moe_dispatch='alltoall'"
+                ) from None
             runner.pool.reset(latent=True)
             check_engine(runner, reference)
     except ValueError as error:
+        if runner.ranks is not None:
+            raise ValueError(f"{error}. The ranks of a group cannot run it on its own cache: use dp_size=1") from error
         runner.model.set_attn_implementation(plain_attention)
         runner.pool.reset(latent=False)
         if runner.states is not None:

@@ -16,6 +16,7 @@ import torch
 
 from rollout.device import Event, Stream
 from rollout.kv_pool import lazy_zeros
+from rollout.parallel import RankGroup
 from rollout.router import watch
 from storage.sites import find_routers
 from storage.trace import RoutingSpec
@@ -162,11 +163,13 @@ class RoutedExpertsCapturer:
 
     Each forward must fire every hook once, in site order, with one row per token: a router that a fused kernel
     bypasses (vllm#44116) or that runs twice is an error, never a row of zeros. The forwards of one step write one
-    behind the other.
+    behind the other. As one of the `ranks` of a group its buffer has room for the rows of all, when routers see those.
     """
 
-    def __init__(self, model: Any, spec: RoutingSpec, max_batch_tokens: int) -> None:
+    def __init__(self, model: Any, spec: RoutingSpec, max_batch_tokens: int, ranks: RankGroup | None = None) -> None:
         self.spec = spec
+        self._ranks = ranks
+        max_batch_tokens *= ranks.size if ranks is not None and ranks.layout == "allgather" else 1
         self._device = model.device
         self._dtype = torch.uint8 if spec.dtype.itemsize == 1 else torch.uint16
         self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32, device=self._device)
@@ -213,10 +216,13 @@ class RoutedExpertsCapturer:
         if not no_copy_to_cpu:
             raise ValueError("routes are copied by GenerationBatchResult.copy_to_cpu, not at the end of the forward")
         rows = len(out_cache_loc)
-        counts = [rows] if forwards is None else list(forwards)
+        start, counts = 0, [rows] if forwards is None else list(forwards)
+        if self._ranks is not None:
+            start, counts = self._ranks.captured(rows, counts)
         if self._seen != [(index, count) for count in counts for index in range(self.spec.num_sites)]:
             raise RuntimeError(
                 f"routers wrote (site, rows) {self._seen}, expected each of {self.spec.num_sites} sites once, in order "
                 f"with {counts} rows; this model's routing cannot be recorded"
             )
-        return RoutedExpertsOutput(out_cache_loc, self._buffer[:rows].to(self._dtype), host_cache, segments, step)
+        snapshot = self._buffer[start : start + rows].to(self._dtype)
+        return RoutedExpertsOutput(out_cache_loc, snapshot, host_cache, segments, step)

@@ -30,6 +30,11 @@ class EngineOptions(StrictModel):
         num_threads: compute threads of torch inside the engine.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
             "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
+        dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
+            experts. Must divide their number. The other sizes here count per rank.
+        moe_dispatch: what travels between ranks. "alltoall": each token's row to the ranks of its experts. "allgather":
+            all rows to all ranks; there requests do not yield, and recorded routes cannot be forced or continued.
+        collective_timeout_s: seconds until a rank that waits for another one gives up, and the group is started anew.
     """
 
     device: str = "cpu"
@@ -44,6 +49,9 @@ class EngineOptions(StrictModel):
     trust_remote_code: bool = False
     num_threads: int = Field(1, ge=1, le=256)
     experts_implementation: Literal["auto", "hit_experts", "eager", "grouped_mm", "batched_mm"] = "auto"
+    dp_size: int = Field(1, ge=1, le=1024)
+    moe_dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    collective_timeout_s: float = Field(60, gt=0)
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -17,7 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 from rollout.backend import PauseMode, SampleRequest
 from rollout.capture import RequestRoutes
+from rollout.lockstep import Lockstep, Turn
 from rollout.model_runner import GenerationBatchResult, ModelRunner
+from rollout.parallel import StepShape
 from rollout.request import Request
 from rollout.request_logprobs import RequestLogprobs
 from rollout.rng import stream_key
@@ -56,6 +58,8 @@ class Engine:
 
     Args:
         on_finish: called with each finished request, in the order in which they finish.
+        lockstep: for a rank of a group. It joins every step of the group, and a step that fails there ends the engine:
+            the other ranks cannot go on without it.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class Engine:
         tokenizer: Any,
         overlap: bool,
         on_finish: Callable[[Request], None],
+        lockstep: Lockstep | None = None,
     ) -> None:
+        self._lockstep = lockstep
         self.stats = EngineStats()
         self._runner = runner
         self._scheduler = scheduler
@@ -92,6 +98,10 @@ class Engine:
     @property
     def resting(self) -> bool:
         """A step would do nothing until a request comes or `resume` is called."""
+        return self._has_nothing and (self._lockstep is None or self._lockstep.idle)
+
+    @property
+    def _has_nothing(self) -> bool:
         return not self._in_flight and (self._held or self._scheduler.waits)
 
     @property
@@ -117,6 +127,15 @@ class Engine:
     @hold.setter
     def hold(self, hold: bool) -> None:
         self._scheduler.hold = hold
+
+    def may_change(self, ready: bool) -> bool:
+        """Whether an update that waits is carried out now: when it is `ready`, in a group when all ranks are."""
+        return ready if self._lockstep is None else self._lockstep.may_change(ready)
+
+    def changed(self) -> None:
+        """The update that waited is done."""
+        if self._lockstep is not None:
+            self._lockstep.changed()
 
     def new_request(self, request: SampleRequest) -> Request:
         """A request under the current weights, to be queued with `add`."""
@@ -197,12 +216,13 @@ class Engine:
 
     def _launch_next(self) -> None:
         batch = [] if self._held else self._scheduler.schedule()
-        self._launched = bool(batch)
-        if not batch:
+        shape = None if self._lockstep is None else self._agree(self._lockstep, batch)
+        self._launched = bool(batch) or shape is not None
+        if not self._launched:
             return
         step = self.stats.forwards
         try:
-            result = self._runner.launch(step, batch)
+            result = self._runner.launch(step, batch, shape)
         except Exception as error:
             self._fail(step, batch, error)
             return
@@ -214,6 +234,13 @@ class Engine:
         self.stats.tokens += tokens
         self._in_flight.append(result)
         self.stats.events.append(StepEvent("launch", step, time.perf_counter(), tokens))
+
+    def _agree(self, lockstep: Lockstep, batch: list[Work]) -> StepShape | None:
+        """The next step's shape; None when no rank has anything to compute."""
+        tokens = sum(work.length for work in batch)
+        decodes = all(work.is_decode for work in batch)
+        busy = bool(batch) or not self._has_nothing
+        return lockstep.agree(self.stats.forwards, Turn(tokens, self._runner.rows_for(tokens), decodes, busy))
 
     def _process(self, result: GenerationBatchResult) -> None:
         try:
@@ -271,6 +298,9 @@ class Engine:
 
     def _fail(self, step: int, batch: list[Work], error: Exception) -> None:
         """A step that failed ends its own requests, with the reason; the others go on."""
+        if self._lockstep is not None:
+            self._in_flight.clear()
+            raise error
         logger.error("step %d failed: %s", step, error, exc_info=error)
         failed = {work.request for work in batch}
         for request in [work.request for work in batch]:

@@ -40,6 +40,10 @@ def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
         from rollout.vllm_in_process import start_vllm
 
         return start_vllm(model, **options)
+    if options.get("dp_size", 1) > 1:
+        from rollout.group_backend import GroupBackend
+
+        return GroupBackend(model, **options)
     from rollout.local_backend import LocalBackend
 
     return LocalBackend(model, **options)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from rollout.sharded_loader import load_rank
 from storage.trace import RoutingSpec
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,10 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(path: str, dtype: str, trust_remote_code: bool = False) -> LoadedModel:
-    """Load a local directory or hub id.
+def load_model(
+    path: str, dtype: str, trust_remote_code: bool = False, part: tuple[int, int] | None = None
+) -> LoadedModel:
+    """Load a local directory or hub id; with `part` (rank, size) only this rank's experts, see sharded_loader.py.
 
     `trust_remote_code` lets the checkpoint run its own Python code, which the log says.
 
@@ -45,18 +48,18 @@ def load_model(path: str, dtype: str, trust_remote_code: bool = False) -> Loaded
             damaged, missing or quantised.
     """
     path = str(path)
-    _check_files(path)
+    check_files(path)
     if trust_remote_code:
         logger.warning("trust_remote_code=True: model %r may run its own code in this process", path)
     config = load_config(path, trust_remote_code)
     _check_weights_are_plain(path, config)
-    meta_model(path, config, trust_remote_code)
-    model = _load_weights(path, dtype, trust_remote_code).eval().requires_grad_(False)
+    meta = meta_model(path, config, trust_remote_code)
+    model = _load_weights(path, dtype, trust_remote_code, part).eval().requires_grad_(False)
     _check_rope(path, model)
     text = config.get_text_config()
     return LoadedModel(
         model=model,
-        spec=RoutingSpec.from_model(model),
+        spec=RoutingSpec.from_model(meta),
         tokenizer=load_tokenizer(path, trust_remote_code),
         vocab_size=int(text.vocab_size),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
@@ -64,10 +67,12 @@ def load_model(path: str, dtype: str, trust_remote_code: bool = False) -> Loaded
     )
 
 
-def _load_weights(path: str, dtype: str, trust_remote_code: bool) -> Any:
+def _load_weights(path: str, dtype: str, trust_remote_code: bool, part: tuple[int, int] | None) -> Any:
     """Every weight comes from the files: transformers alone would draw missing ones at random and only warn."""
     try:
         with no_progress_bar():
+            if part is not None:
+                return load_rank(path, dtype, *part)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True
             )
@@ -110,7 +115,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def _check_files(path: str) -> None:
+def check_files(path: str) -> None:
+    """Raises FileNotFoundError for a path that is no checkpoint with safetensors weights, nor a hub id."""
     directory = Path(path)
     if not directory.is_dir():
         if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:

@@ -17,6 +17,7 @@ from rollout.backend import ModelInfo, PauseMode, SampleRequest, check_pause_mod
 from rollout.build import BuiltEngine, build_engine
 from rollout.config import EngineOptions
 from rollout.local_stream import LocalStream, Outbox
+from rollout.lockstep import Membership
 from rollout.request import Request
 from rollout.traces import trace_of
 from rollout.update_modes import InFlight, KVMode, OneAtATime, check_modes, check_sleep
@@ -38,9 +39,9 @@ class LocalBackend:
 
     has_refs = False
 
-    def __init__(self, model: str, **engine_options: Any) -> None:
+    def __init__(self, model: str, *, member: Membership | None = None, **engine_options: Any) -> None:
         self.options = EngineOptions(**engine_options)
-        self._built: BuiltEngine = build_engine(str(model), self.options, self._on_finish)
+        self._built: BuiltEngine = build_engine(str(model), self.options, self._on_finish, member)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outboxes: dict[Request, Outbox] = {}
         self._streams: weakref.WeakSet[LocalStream] = weakref.WeakSet()
@@ -49,6 +50,8 @@ class LocalBackend:
         self._turns = OneAtATime()
         self._dead: BaseException | None = None
         self._closed = False
+        self._stopping = False
+        self._stopped = threading.Event()
         self._lock = threading.Lock()  # no command is queued behind the one that stops the engine
         self._thread = threading.Thread(target=self._run, name="moe-rollout-engine", daemon=True)
         self._thread.start()
@@ -132,15 +135,21 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def prepare_update(
-        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+        self,
+        source: Any,
+        version: int,
+        *,
+        force: bool = False,
+        check_finite: bool = False,
+        saved: bool | None = None,
     ) -> Iterator[Callable[[InFlight, KVMode], None]]:
         """The two halves of an update: entering checks and stages it, the function applies it, leaving drops it.
 
-        A pool of engines applies only when all have staged.
+        A pool of engines applies only when all have staged. `saved` as in `weights.stage`.
         """
         with self._turns.take(f"update_weights to version {version!r}"):
             self._check_awake("update_weights", "wake(weights, version)")
-            staged = self._built.stage_weights(source, version, force, check_finite)
+            staged = self._built.stage_weights(source, version, force, check_finite, saved)
             yield lambda in_flight, kv: self._updates.apply(staged, version, in_flight, kv)
 
     def sleep(self, level: int = 1, *, in_flight: InFlight = "wait") -> None:
@@ -151,7 +160,13 @@ class LocalBackend:
             self._updates.sleep(level, in_flight)
 
     def wake(
-        self, source: Any = None, version: int | None = None, *, force: bool = False, check_finite: bool = False
+        self,
+        source: Any = None,
+        version: int | None = None,
+        *,
+        force: bool = False,
+        check_finite: bool = False,
+        saved: bool | None = None,
     ) -> None:
         """See `RolloutClient.wake`."""
         with self._turns.take("wake"):
@@ -162,12 +177,39 @@ class LocalBackend:
                 raise ValueError("sleep(level=2) kept no weights: call wake(weights, version)")
             staged = None
             if source is not None:
-                staged = self._built.stage_weights(source, version, force, check_finite)  # type: ignore[arg-type]
+                staged = self._built.stage_weights(source, version, force, check_finite, saved)  # type: ignore[arg-type]
             self._updates.wake(staged, version or 0)
 
     def _check_awake(self, what: str, remedy: str) -> None:
         if self._updates.asleep:
             raise RuntimeError(f"{what} while the engine sleeps; call {remedy}")
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether an error has ended the engine."""
+        return self._dead is not None
+
+    def wait_stopped(self) -> BaseException | None:
+        """Wait until the engine has ended: the error that ended it, None when it was closed."""
+        self._stopped.wait()
+        return self._dead
+
+    def wake_rank(self, epoch: int) -> None:
+        """Some rank of this one's group was fed; see Lockstep.wake."""
+        lockstep = self._built.lockstep
+        if lockstep is not None:
+            self._put(lambda: lockstep.wake(epoch))
+
+    def rank_stats(self) -> dict[str, Any]:
+        """Of a rank: counts, seconds in collectives of the forward, bytes of its experts and rows of its capture."""
+        built = self._built
+        experts = [p.nbytes for name, p in built.runner.model.named_parameters() if ".experts." in name]
+        return {
+            **{name: value for name, value in vars(built.engine.stats).items() if isinstance(value, int)},
+            "collective_seconds": built.runner.ranks.seconds if built.runner.ranks is not None else 0.0,
+            "expert_bytes": sum(experts),
+            "capture_rows": built.runner.capturer.max_rows if built.runner.capturer is not None else 0,
+        }
 
     def close(self) -> None:
         """Abort what runs, stop both threads. Streams that wait get the aborted traces."""
@@ -253,6 +295,7 @@ class LocalBackend:
             for outbox in {id(box): box for box in self._outboxes.values()}.values():
                 outbox.put(error)
         finally:
+            self._stopped.set()
             while self._pausing:
                 self._pausing.pop().set_exception(RuntimeError("this engine is closed"))
             self._updates.cancel(self._dead)
@@ -269,13 +312,18 @@ class LocalBackend:
         while True:
             if resting := self._built.engine.resting:
                 self._rest()
+                if self._stopping:
+                    return False
             try:
                 command = self._commands.get(block=resting)
             except queue.Empty:
                 return True
             if command is None:
                 self._built.engine.abort(list(self._outboxes))
-                return False
+                if self._built.lockstep is None:
+                    return False
+                self._stopping = True  # once all ranks rest: none is to wait for one that is gone
+                continue
             command()
 
     def trace(self, request: Request) -> Trace:

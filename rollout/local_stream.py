@@ -6,7 +6,7 @@ import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -15,7 +15,12 @@ from rollout.request import Request
 from storage.schema import to_table
 from storage.trace import RoutingSpec, Trace
 
-Outbox: TypeAlias = "queue.SimpleQueue[Request | BaseException]"
+
+class Outbox(Protocol):
+    """Where ended requests go."""
+
+    def put(self, ended: Request | BaseException, /) -> None:
+        """A request that has ended, or the error that ended all."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class LocalStream(Iterator[LocalFinished]):
     def __init__(self, backend: Submitter, requests: Sequence[SampleRequest]) -> None:
         self._backend = backend
         self._pending = deque(requests)
-        self._outbox: Outbox = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Request | BaseException] = queue.SimpleQueue()
         self._submitted: list[list[Request]] = []
         self._open = 0
         self._aborted = False

@@ -17,6 +17,7 @@ from rollout.forced_rows import ForcedRows, RowForcing
 from rollout.kv_pool import KVPool
 from rollout.logprobs import PromptRows, Taken, TopRows, plan_prompts
 from rollout.own_cache import OwnCacheForward, cache_keyword
+from rollout.parallel import RankGroup, StepShape
 from rollout.penalties import TokenCounts
 from rollout.processors import LogitEdits
 from rollout.rng import uniforms
@@ -119,8 +120,10 @@ class ModelRunner:
         kv_tokens: int,
         max_running_requests: int,
         batch_invariant: bool,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self.stream = stream
         self.capturer = capturer
         self.pool = KVPool(kv_tokens)
@@ -139,12 +142,14 @@ class ModelRunner:
         """A state cannot be continued in the middle of a prompt: transformers' layers take all of it, or one token."""
         return self.states is not None or self.own_caches is not None
 
-    def launch(self, step: int, batch: list[Work]) -> GenerationBatchResult:
-        """Queue one step and return at once."""
-        forward = self.prepare(batch)
+    def launch(self, step: int, batch: list[Work], shape: StepShape | None = None) -> GenerationBatchResult:
+        """Queue one step and return at once. A rank of a group passes the `shape` that the ranks agreed on."""
+        forward = self.prepare(batch, None if shape is None or self.ranks is None else shape.rows[self.ranks.rank])
         result = GenerationBatchResult(step, batch)
 
         def work() -> None:
+            if self.ranks is not None and shape is not None:
+                self.ranks.begin(step, shape)
             self._forward(forward.to_device(self.stream), result)
             result.copy_to_cpu(self.stream)
 
@@ -190,8 +195,14 @@ class ModelRunner:
         if self.own_caches is None:
             self.pool.move(source, target, count)
 
-    def prepare(self, batch: list[Work]) -> ForwardBatch:
-        """Note everything the step needs; runs on the host."""
+    def rows_for(self, tokens: int) -> int:
+        """Rows of a forward over so many tokens, with padding; at least one."""
+        padded = self._batch_invariant and self.own_caches is None
+        rows = max(tokens, 1)
+        return rows + (-rows % ROW_MULTIPLE if padded else 0)
+
+    def prepare(self, batch: list[Work], rows: int | None = None) -> ForwardBatch:
+        """Note everything the step needs; runs on the host. `rows` as the ranks of a group agreed, `rows_for` alone."""
         position, slot = flatten(batch)
         ends = np.cumsum([w.length for w in batch])
         spans = [
@@ -203,7 +214,7 @@ class ModelRunner:
         prompt_rows, prompts = plan_prompts(zip(starts, batch, strict=True), first=len(sampling))
         logits_rows = [row for _, row in sampling] + prompt_rows or [0]
         padded = self._batch_invariant and self.own_caches is None
-        num_padding = -len(position) % ROW_MULTIPLE if padded else 0
+        num_padding = (self.rows_for(len(position)) if rows is None else rows) - len(position)
         if padded and len(logits_rows) < MIN_ROWS:
             logits_rows += [logits_rows[-1]] * (MIN_ROWS - len(logits_rows))
         return ForwardBatch(

@@ -7,6 +7,7 @@ launched, so that no device scalar is ever read for it (sglang#30712).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -119,7 +120,7 @@ class RankGroup:
     """The ranks of one group as a model's forward sees them.
 
     `shape` and `step` are set before each forward, on the thread that runs it. Collectives on tensors run over `group`,
-    in the order of the forward.
+    in the order of the forward; `seconds` adds up what they took.
 
     Raises:
         CollectiveError: from any collective, naming rank, step and what it waited for.
@@ -130,6 +131,7 @@ class RankGroup:
         self.size = size
         self.layout = layout
         self.step = -1
+        self.seconds = 0.0
         self.shape = StepShape((1,) * size)
         self._group = group
 
@@ -146,7 +148,7 @@ class RankGroup:
         sent = rows.new_zeros((largest, *rows.shape[1:]))
         sent[: len(rows)] = rows
         got = rows.new_empty((self.size * largest, *rows.shape[1:]))
-        self._wait(what, lambda: dist.all_gather_into_tensor(got, sent, group=self._group, async_op=True))
+        self._wait(what, lambda: dist.all_gather(list(got.chunk(self.size)), sent, group=self._group, async_op=True))
         if largest * self.size == sum(counts):
             return got
         return torch.cat([part[:count] for part, count in zip(got.split(largest), counts, strict=True)])
@@ -171,7 +173,29 @@ class RankGroup:
         self._wait(what, lambda: dist.all_to_all_single(got, sent, group=self._group, async_op=True))
         return [int(count) for count in got.tolist()]
 
+    def all_gather_ints(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """As many integers of every rank as this one gives, in the order of ranks."""
+        sent = torch.tensor([int(value) for value in values], dtype=torch.int64)
+        got = torch.empty(self.size * len(sent), dtype=torch.int64)
+        self._wait(what, lambda: dist.all_gather(list(got.chunk(self.size)), sent, group=self._group, async_op=True))
+        return got.view(self.size, -1).tolist()
+
+    def captured(self, rows: int, forwards: list[int]) -> tuple[int, list[int]]:
+        """Where this rank's `rows` rows begin among those that its routers see, and the rows that these see.
+
+        Raises:
+            ValueError: the step has another number of rows than the ranks agreed on.
+        """
+        start, length = self.shape.local_slice(self.rank)
+        if rows != length or forwards != [self.shape.rows[self.rank]]:
+            raise ValueError(
+                f"rank {self.rank} has {rows} tokens in forwards of {forwards} rows in step {self.step}, but the ranks "
+                f"agreed on {self.shape}"
+            )
+        return (start, [self.shape.total_rows]) if self.layout == "allgather" else (0, forwards)
+
     def _wait(self, what: str, start: Callable[[], Any]) -> None:
+        begun = time.perf_counter()
         try:
             start().wait()
         except RuntimeError as error:
@@ -179,6 +203,7 @@ class RankGroup:
                 f"rank {self.rank} of {self.size}, step {self.step}: {what} did not complete ({error}); "
                 "a rank of the group died, stands still or is at another step"
             ) from error
+        self.seconds += time.perf_counter() - begun
 
 
 def join_group(rank: int, size: int, init_method: str, timeout_s: float) -> dist.ProcessGroup:

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from storage.sites import FoundRouter
 
 RouterForward = Callable[..., Any]
+WATCHED_TOKENS = 2
+"""Tokens of the forward that `watch` makes to see what the routers return."""
 _TOPK = frozenset({torch.topk, torch.Tensor.topk})
 _MAX = frozenset({torch.max, torch.Tensor.max})
 
@@ -96,7 +98,7 @@ def _which_return_ids(model: Any, routers: list[FoundRouter]) -> list[bool]:
         for i, router in enumerate(routers)
     ]
     try:
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+        model(input_ids=torch.zeros(1, WATCHED_TOKENS, dtype=torch.int64, device=model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

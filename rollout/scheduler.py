@@ -323,6 +323,7 @@ def _power_of_two(count: int) -> int:
 
 def flatten(batch: list[Work]) -> tuple[np.ndarray, np.ndarray]:
     """(position, slot) of each token of a step, int64 `[tokens]`."""
-    position = np.concatenate([np.arange(w.start, w.start + w.length) for w in batch])
-    offset = np.repeat([w.request.slot for w in batch], [w.length for w in batch])
+    position = np.concatenate([np.arange(0), *(np.arange(w.start, w.start + w.length) for w in batch)])
+    lengths = np.array([w.length for w in batch], np.int64)
+    offset = np.repeat(np.array([w.request.slot for w in batch], np.int64), lengths)
     return position, position + offset

@@ -19,6 +19,7 @@ from rollout.capture import RoutedExpertsCapturer
 from rollout.experts import ROW_MULTIPLE
 from rollout.layer_outputs import LayerOutputs, first_difference, record_layers
 from rollout.model_runner import ModelRunner
+from rollout.parallel import RankGroup, StepShape
 from rollout.request import Request
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Work
@@ -49,15 +50,23 @@ class Reference(NamedTuple):
 
 @torch.inference_mode()
 def plain_forward(
-    model: Any, capturer: RoutedExpertsCapturer | None, vocab_size: int, max_len: int, min_len: int = PROMPT_LEN
+    model: Any,
+    capturer: RoutedExpertsCapturer | None,
+    vocab_size: int,
+    max_len: int,
+    min_len: int = PROMPT_LEN,
+    ranks: RankGroup | None = None,
 ) -> Reference:
     """One forward of the model as transformers runs it, on pseudo-random tokens, at least `min_len` if they fit.
 
+    The ranks of a group call it together, on the same tokens, as they do all checks here: their experts are divided.
     The padding token is left out: its embedding is zero, and scores over zeros tie.
     """
     length = min(max(_prompt_len(model.config.get_text_config()), min_len), max_len)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     tokens = [token for i in range(2 * length) if (token := (7919 * i + 13) % vocab_size) != pad][:length]
+    if ranks is not None:
+        ranks.begin(-1, StepShape((len(tokens),) * ranks.size))
     if capturer is not None:
         capturer.on_forward_begin()
     with record_layers(model) as layers:
@@ -197,6 +206,8 @@ def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarr
 
     def work() -> tuple[torch.Tensor, np.ndarray | None]:
         batch = prepared.to_device(runner.stream)
+        if (ranks := runner.ranks) is not None:
+            ranks.begin(-1, StepShape((rows,) * ranks.size, padded=(rows + prepared.num_padding,) * ranks.size))
         if runner.capturer is None:
             return runner.logits(batch)[:rows].float().cpu(), None
         runner.capturer.on_forward_begin()

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from rollout.expert_parallel import is_experts
 from rollout.parallel import ExpertRange
 
-_NUMBERED = re.compile(r"\.experts\.(\d+)\.")
+NUMBERED = re.compile(r"\.experts\.(\d+)\.")
 
 
 def load_rank(path: str, dtype: Any, rank: int, size: int) -> Any:
@@ -75,23 +75,43 @@ def _shrink(module: Any, experts: ExpertRange) -> None:
     module.expert_range = experts
 
 
-def _own_tensors(path: str, experts: ExpertRange) -> Iterator[tuple[str, torch.Tensor]]:
+def own_experts(model: Any) -> ExpertRange | None:
+    """Which experts a model from `load_rank` holds; None for one that has all."""
+    return next((m.expert_range for m in model.modules() if hasattr(m, "expert_range")), None)
+
+
+def checkpoint_directory(path: str) -> Path:
+    """A local directory as it is; that of a hub id, downloaded if need be."""
     directory = Path(path)
-    if not directory.is_dir():
-        directory = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    for file in sorted(directory.glob("*.safetensors")):
+    if directory.is_dir():
+        return directory
+    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def _own_tensors(path: str, experts: ExpertRange) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(checkpoint_directory(path).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 yield from _own_tensor(tensors, name, experts)
 
 
+def own_tensor_name(name: str, experts: ExpertRange) -> str | None:
+    """The name of one expert's tensor on the rank that holds it, counted from 0; None when that is another rank.
+
+    A number that no expert has stays, so that it is refused as unknown.
+    """
+    numbered = NUMBERED.search(name)
+    if numbered is None or (index := int(numbered[1])) >= experts.num_experts:
+        return name
+    if not experts.start <= index < experts.end:
+        return None
+    return f"{name[: numbered.start(1)]}{index - experts.start}{name[numbered.end(1) :]}"
+
+
 def _own_tensor(tensors: Any, name: str, experts: ExpertRange) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor of one expert, of all experts in one, or of none."""
-    numbered = _NUMBERED.search(name)
-    if numbered is not None:
-        index = int(numbered[1])
-        if experts.start <= index < experts.end:
-            own = f"{name[: numbered.start(1)]}{index - experts.start}{name[numbered.end(1) :]}"
+    if NUMBERED.search(name) is not None:
+        if (own := own_tensor_name(name, experts)) is not None:
             yield own, tensors.get_tensor(name)
         return
     part = tensors.get_slice(name)

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from rollout.build import BuiltEngine
 from rollout.update_modes import WAITS_FOR_EVER, InFlight, KVMode
 from rollout.weights import StagedWeights
+
+
+class Pending(NamedTuple):
+    """An action that waits, for the end of all running requests if `quiet`."""
+
+    action: Callable[[], None]
+    done: Future[None]
+    quiet: bool
 
 
 class WeightUpdates:
@@ -24,7 +33,7 @@ class WeightUpdates:
     def __init__(self, built: BuiltEngine, post: Callable[[Callable[[], None]], None]) -> None:
         self._built = built
         self._post = post
-        self._pending: tuple[Callable[[], None], Future[None]] | None = None
+        self._pending: Pending | None = None
         self.asleep = False
 
     def apply(self, staged: StagedWeights, version: int, in_flight: InFlight, kv: KVMode) -> None:
@@ -52,52 +61,46 @@ class WeightUpdates:
         self._quietly(wake, "keep")
 
     def turn(self) -> None:
-        """The engine's thread calls this after each step: run the action that waits, if no request runs any more.
+        """The engine's thread calls this after each step: run the action that waits, if it may run now. The ranks of a
+        group run it behind the same step.
 
         An action that fails half-way has left the weights torn: its error ends the engine.
         """
-        if self._pending is None or self._built.engine.running:
+        engine = self._built.engine
+        if self._pending is None or not engine.may_change(not (self._pending.quiet and engine.running)):
             return
-        (action, done), self._pending = self._pending, None
+        pending, self._pending = self._pending, None
         try:
-            self._built.engine.drain()
-            action()
+            if pending.quiet:
+                engine.drain()
+            pending.action()
         except BaseException as error:
-            done.set_exception(error)
+            pending.done.set_exception(error)
             raise
-        self._built.engine.hold = self.asleep
-        done.set_result(None)
+        engine.changed()
+        engine.hold = self.asleep
+        pending.done.set_result(None)
 
     def cancel(self, error: BaseException | None) -> None:
         """The engine has ended: whoever waits is told."""
         if self._pending is not None:
-            self._pending[1].set_exception(error or RuntimeError("this engine was closed before the update"))
+            self._pending.done.set_exception(error or RuntimeError("this engine was closed before the update"))
             self._pending = None
 
     def _quietly(self, action: Callable[[], None], in_flight: InFlight) -> None:
         done: Future[None] = Future()
 
         def begin() -> None:
-            if in_flight == "keep":
-                self._at_once(action, done)
-                return
             if in_flight == "wait" and self._built.engine.paused and self._built.engine.running:
                 done.set_exception(RuntimeError(WAITS_FOR_EVER))
                 return
-            self._built.engine.hold = True
-            self._pending = (action, done)
+            quiet = in_flight != "keep"
+            if quiet:
+                self._built.engine.hold = True
+            self._pending = Pending(action, done, quiet)
             if in_flight == "abort":
                 self._built.engine.abort(self._built.engine.running)
             self.turn()
 
         self._post(begin)
         done.result()
-
-    def _at_once(self, action: Callable[[], None], done: Future[None]) -> None:
-        try:
-            action()
-        except BaseException as error:
-            done.set_exception(error)
-            raise
-        self._built.engine.hold = self.asleep
-        done.set_result(None)

@@ -39,7 +39,9 @@ class StagedWeights:
             own[name].copy_(tensor)
 
 
-def stage(names: CheckpointNames, source: Any, check_finite: bool = False) -> StagedWeights:
+def stage(
+    names: CheckpointNames, source: Any, check_finite: bool = False, saved_first: bool | None = None
+) -> StagedWeights:
     """Read `source` to its end and check it.
 
     A state dict is not copied. Of anything else one copy of the weights is held, in the model's dtypes, on the device
@@ -49,6 +51,7 @@ def stage(names: CheckpointNames, source: Any, check_finite: bool = False) -> St
         source: a state dict, with DTensors too; a directory of safetensors files; or an iterator of `(name, tensor)`
             or of buckets of these, whose tensors may be overwritten after the next one is asked for.
         check_finite: refuse NaN and infinite values; reads every tensor once more.
+        saved_first: whether names that a family uses in both forms are a checkpoint's; by default those of a directory.
 
     Raises:
         ValueError: naming missing, unknown, repeated, misshapen or non-finite tensors; nothing was changed.
@@ -66,7 +69,9 @@ def stage(names: CheckpointNames, source: Any, check_finite: bool = False) -> St
             tensors[name] = tensor if keep else _owned(names, name, tensor)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.synchronize()  # the engine copies on a stream of its own
-    return _complete(names, tensors, saved_first=isinstance(source, (str, Path)))
+    if saved_first is None:
+        saved_first = isinstance(source, (str, Path))
+    return _complete(names, tensors, saved_first)
 
 
 def named_tensors(source: Any) -> Generator[NamedTensor, None, None]:

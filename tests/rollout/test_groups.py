@@ -1,0 +1,215 @@
+"""Groups of ranks behind the client: what they sample is what one engine samples, whatever happens to a rank."""
+
+import os
+import signal
+import threading
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout import RolloutClient, SamplingParams
+from rollout.backend import SampleRequest
+from rollout.group_backend import GroupBackend
+from rollout.parallel import CollectiveError
+from rollout.rank_link import RankSet, launch_processes, members
+from rollout.rank_messages import RankStart
+from tests.families import save_tiny
+
+PROMPTS = [[5, 9, 77, 31], [8, 100], [3, 4] * 10, [7, 8, 9], [11] * 9, [64], [90, 2, 2, 17, 80]]
+SEEDED = SamplingParams(max_tokens=12, seed=3)
+GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=0)
+SMALL = {"dtype": "float32", "max_running_requests": 4, "collective_timeout_s": 30}
+
+
+def sample(client, params, prompts=PROMPTS):
+    """The traces in order, under the same sample ids, and so the same random numbers, each time."""
+    requests = [SampleRequest(f"run/0/{i}-0/0", 0, tuple(ids), params) for i, ids in enumerate(prompts)]
+    found = [trace for finished in client.backend.stream(requests) for trace in finished.traces()]
+    assert sorted(trace.sample_id for trace in found) == sorted(request.sample_id for request in requests)
+    return sorted(found, key=lambda trace: int(trace.sample_id.split("/")[2].split("-")[0]))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return cache(lambda family: save_tiny(family, tmp_path_factory.mktemp("groups") / family))
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """What one engine samples, as often as it is asked for."""
+
+    @cache
+    def sampled(family, params, count=7):
+        with RolloutClient.local(model(family), **SMALL) as client:
+            return sample(client, params, PROMPTS[:count])
+
+    return sampled
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    """Two ranks; tests leave them as they found them."""
+    with RolloutClient.local(model("qwen3_moe"), dp_size=2, **SMALL) as client:
+        yield client
+
+
+def check_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert one.completion_ids == other.completion_ids
+        np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=5e-5)
+
+
+@pytest.mark.parametrize("params", [SEEDED, GREEDY], ids=["seeded", "greedy"])
+def test_two_ranks_sample_what_one_engine_samples(pair, alone, params):
+    check_same(sample(pair, params), alone("qwen3_moe", params))
+
+
+def test_a_single_request_leaves_a_rank_without_work(pair, alone):
+    check_same(sample(pair, SEEDED, PROMPTS[:1]), alone("qwen3_moe", SEEDED, 1))
+
+
+def test_each_rank_has_half_the_experts_and_a_part_of_the_requests(pair, model):
+    sample(pair, SEEDED)
+    ranks = pair.backend.rank_stats()
+    whole = AutoModelForCausalLM.from_pretrained(model("qwen3_moe"), dtype=torch.float32)
+    size = sum(p.nbytes for name, p in whole.named_parameters() if ".experts." in name)
+    assert [rank["expert_bytes"] for rank in ranks] == [size // 2] * 2
+    assert all(rank["sampled_tokens"] > 0 for rank in ranks)
+    assert ranks[0]["forwards"] == ranks[1]["forwards"]
+
+
+def test_pause_keeps_the_requests_of_all_ranks_waiting(pair, alone):
+    pair.pause()
+    found = []
+    worker = threading.Thread(target=lambda: found.extend(sample(pair, SEEDED)))
+    worker.start()
+    worker.join(0.3)
+    assert worker.is_alive()
+    pair.resume()
+    worker.join()
+    check_same(found, alone("qwen3_moe", SEEDED))
+
+
+def changed(model, seed):
+    """The state dict of the same model with other weights."""
+    other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return other
+
+
+def test_an_update_reaches_all_ranks_or_none(model, pair, alone, tmp_path):
+    path = model("qwen3_moe")
+    other = changed(path, 1)
+    incomplete = {name: tensor for name, tensor in other.state_dict().items() if "experts.down_proj" not in name}
+    with pytest.raises(ValueError, match=r"missing .*down_proj.*nothing was changed"):
+        pair.update_weights(incomplete, 1)
+    with pytest.raises(ValueError, match="need 8 experts"):
+        pair.update_weights({n: t[:4] if ".experts." in n else t for n, t in other.state_dict().items()}, 1)
+    check_same(sample(pair, SEEDED), alone("qwen3_moe", SEEDED))
+    pair.update_weights(other.state_dict(), 1)
+    found = sample(pair, SEEDED)
+    other.save_pretrained(tmp_path)
+    with RolloutClient.local(tmp_path, **SMALL) as client:
+        check_same(found, sample(client, SEEDED))
+    assert {span.version for trace in found for span in trace.weight_versions} == {1}
+    pair.update_weights(path, 2)  # numbered experts, from the files
+    check_same(sample(pair, SEEDED), alone("qwen3_moe", SEEDED))
+
+
+def test_allgather_of_a_latent_cache_is_refused_by_name(model):
+    with pytest.raises(ValueError, match="use moe_dispatch='alltoall'"):
+        RolloutClient.local(model("deepseek_v3"), dp_size=2, moe_dispatch="allgather", **SMALL)
+
+
+def test_a_size_that_does_not_divide_the_experts_is_refused(model):
+    with pytest.raises(ValueError, match="dp_size 3 does not divide 8 experts; use one of"):
+        RolloutClient.local(model("qwen3_moe"), dp_size=3, **SMALL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_families_layouts_and_sizes(model, alone, family, dispatch, size):
+    if (family, dispatch) == ("deepseek_v3", "allgather"):
+        pytest.skip("refused by name")
+    backend = GroupBackend(str(model(family)), dp_size=size, moe_dispatch=dispatch, graph_batches=(1, 2, 4), **SMALL)
+    with RolloutClient(backend) as client:
+        for params in (SEEDED, GREEDY):
+            check_same(sample(client, params), alone(family, params))
+        check_same(sample(client, SEEDED, PROMPTS[:1]), alone(family, SEEDED, 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_batch_invariant_runs_give_the_same_bits_however_the_ranks_are_loaded(model, dispatch):
+    with RolloutClient.local(
+        model("qwen3_moe"), dp_size=2, moe_dispatch=dispatch, batch_invariant=True, **SMALL
+    ) as client:
+        together = sample(client, GREEDY)
+        one_by_one = [sample(client, GREEDY, [prompt])[0] for prompt in PROMPTS]
+    for one, other in zip(together, one_by_one, strict=True):
+        assert one.completion_ids == other.completion_ids
+        np.testing.assert_array_equal(one.logprobs.view(np.uint32), other.logprobs.view(np.uint32))
+
+
+@pytest.mark.full
+def test_ranks_with_different_checkpoints_and_options_are_refused_by_name(model):
+    options = {**SMALL, "dp_size": 2}
+    links, meeting = launch_processes(2, str(model("qwen3_moe").parent), options)
+    parts = members(2, "alltoall", meeting, 30, ())
+    others = [RankStart(str(model("qwen3_moe")), parts[0], options)]
+    others.append(RankStart(str(model("deepseek_v3")), parts[1], {**options, "max_batch_tokens": 64}))
+    with pytest.raises(ValueError, match="rank 1 has another checkpoint and max_batch_tokens than rank 0"):
+        RankSet(links, lambda ended: None, lambda ranks, reason: None).start(others)
+
+
+@pytest.mark.full
+def test_a_rank_that_never_comes_is_missed_in_time(model):
+    options = {**SMALL, "dp_size": 2}
+    links, meeting = launch_processes(2, str(model("qwen3_moe").parent), options)
+    first = members(2, "alltoall", meeting, 3, ())[0]
+    links[1].kill()
+    with pytest.raises(CollectiveError, match="rank 0 of 2 waited 3 s for the others"):
+        RankSet(links[:1], lambda ended: None, lambda ranks, reason: None).start(
+            [RankStart(str(model("qwen3_moe")), first, options)]
+        )
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_dies_or_stands_still_costs_no_sample(model, how):
+    params = SamplingParams(max_tokens=60, seed=3)
+    prompts = PROMPTS * 4
+    with RolloutClient.local(model("qwen3_moe"), **SMALL) as client:
+        expected = client.sample(prompts, sampling_params=params)
+    with RolloutClient.local(model("qwen3_moe"), dp_size=2, **{**SMALL, "collective_timeout_s": 5}) as client:
+        first = client.backend.ranks
+        found = {}
+        for trace in client.stream(prompts, sampling_params=params):
+            assert trace.sample_id not in found
+            found[trace.sample_id] = trace
+            if len(found) == 2:
+                os.kill(first.links[1].process.pid, how)
+        assert client.backend.ranks is not first
+        assert first.reason is not None
+    check_same([found[trace.sample_id] for trace in expected], expected)
+
+
+@pytest.mark.chaos
+def test_a_group_that_is_started_again_has_the_current_weights(model):
+    path = model("qwen3_moe")
+    with RolloutClient.local(path, dp_size=2, **SMALL) as client:
+        client.update_weights(changed(path, 1).state_dict(), 5)
+        before = sample(client, GREEDY)
+        client.backend.ranks.links[0].process.kill()
+        after = sample(client, GREEDY)
+        assert {span.version for trace in after for span in trace.weight_versions} == {5}
+    check_same(after, before)
