@@ -66,6 +66,32 @@ def test_closing_a_generator_stops_the_engine_before_its_requests_end() -> None:
     generator.close()
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("cluster")
+def test_keep_gives_version_spans_and_sleep_changes_nothing_over_ray() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from rollout import RolloutClient
+
+    state = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").state_dict()
+    params = SamplingParams(max_tokens=100, seed=3, ignore_eos=True)
+    with RolloutClient.ray(MODEL, num_actors=1, **OPTIONS) as client:
+        stream = client.stream([[4, 5, 13]] * 24, sampling_params=params, step=0)
+        traces = [next(stream)]
+        client.update_weights(state, version=1, in_flight="keep")
+        traces += stream
+        spans = [[span.version for span in trace.weight_versions] for trace in traces]
+        assert [0, 1] in spans
+        assert all(span in ([0], [0, 1], [1]) for span in spans)
+        greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+        (before,) = client.sample([[4, 5, 13]], sampling_params=greedy, step=1)
+        client.sleep()
+        client.wake()
+        (after,) = client.sample([[4, 5, 13]], sampling_params=greedy, step=2)
+        assert (after.token_ids, after.weight_version) == (before.token_ids, 1)
+        np.testing.assert_array_equal(after.routed_experts, before.routed_experts)
+
+
 @pytest.mark.chaos
 @pytest.mark.usefixtures("cluster")
 def test_actors_killed_at_random_lose_and_double_nothing(in_process: Backend) -> None:

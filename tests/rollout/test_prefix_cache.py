@@ -134,10 +134,30 @@ def test_a_group_goes_on_when_the_one_that_computes_its_prompt_is_aborted(path, 
 
 
 def test_prompt_logprobs_are_computed_even_where_keys_and_values_are_not_needed(path):
-    params = SAMPLED.model_copy(update={"prompt_logprobs": 0})
-    with RolloutClient.local(path, prefix_cache=True) as client:
-        traces = client.sample([COMMON], num_samples=2, sampling_params=params)
-    assert [trace.prompt_logprobs.shape for trace in traces] == [(39,), (39,)]
+    """Their prompt is in the cache already; the values are those of an engine without one, bit for bit."""
+    params, found = SAMPLED.model_copy(update={"prompt_logprobs": 2}), {}
+    for prefix_cache in (False, True):
+        with RolloutClient.local(path, prefix_cache=prefix_cache, batch_invariant=True) as client:
+            client.sample([COMMON], sampling_params=SAMPLED, step=0)
+            traces = client.sample([COMMON], num_samples=2, sampling_params=params, step=1)
+            assert client.backend.stats.cached_tokens == 0
+        found[prefix_cache] = [(t.prompt_logprobs.tobytes(), t.prompt_top_ids.tolist(), bits(t)) for t in traces]
+        assert [trace.prompt_logprobs.shape for trace in traces] == [(39,), (39,)]
+    assert found[True] == found[False]
+
+
+def test_keys_and_values_that_other_rows_computed_do_not_serve_a_recorded_trace(path):
+    """The cache holds the trace's tokens under native experts; the trace recorded the least likely ones."""
+    with RolloutClient.local(path, batch_invariant=True) as client, flipped_selection(client, 0):
+        (recorded,) = client.sample([COMMON], sampling_params=SAMPLED, step=0)
+    more, found = SAMPLED.model_copy(update={"max_tokens": 20}), {}
+    for prefix_cache in (False, True):
+        with RolloutClient.local(path, prefix_cache=prefix_cache, batch_invariant=True) as client:
+            client.sample([recorded.token_ids], sampling_params=greedy(1), step=0)
+            (trace,) = client.sample(resume=[recorded], sampling_params=more, step=1)
+            assert client.backend.stats.cached_tokens == 0
+        found[prefix_cache] = bits(trace)
+    assert found[True] == found[False]
 
 
 def test_latents_are_copied_too(tmp_path):
