@@ -144,20 +144,17 @@ def _generate(model: Any, prompts: list[list[int]], options: BenchOptions) -> Me
 @torch.inference_mode()
 def _generate_batch(model: Any, prompts: list[list[int]], options: BenchOptions) -> Measured:
     started = time.perf_counter()
-    out = model.generate_batch(prompts, generation_config=_generation_config(options), progress_bar=False)
+    out = model.generate_batch(
+        prompts, generation_config=_generation_config(options, eos_token_id=-1), progress_bar=False
+    )
     seconds = time.perf_counter() - started
     made = sum(len(request.generated_tokens) for request in out.values())
     return Measured(made / seconds)
 
 
-def _generation_config(options: BenchOptions) -> GenerationConfig:
-    return GenerationConfig(
-        max_new_tokens=options.new_tokens,
-        min_new_tokens=options.new_tokens,
-        do_sample=True,
-        eos_token_id=-1,
-        pad_token_id=1,
-    )
+def _generation_config(options: BenchOptions, **more: Any) -> GenerationConfig:
+    new = options.new_tokens
+    return GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=True, pad_token_id=1, **more)
 
 
 _PEERS: dict[str, Callable[[Any, list[list[int]], BenchOptions], Measured]] = {
