@@ -77,6 +77,8 @@ def slot_attention(
         )
     rule = Rule(scaling, _reach(module, sliding_window), s_aux, softcap)
     keys, values = _stores(module, key, value, attention_batch)
+    if attention_batch.table is not None:
+        return _by_table(query, keys, values, rule, attention_batch)[None], None
     out = query.new_zeros(query.shape[2], query.shape[1], values.shape[-1])
     for group in attention_batch.groups:
         q = query[0, :, group.start : group.end].transpose(0, 1)[:, :, None]
@@ -122,6 +124,23 @@ def _stores(
         if (given.shape[1], given.shape[3]) != stored.shape[1:]:
             raise LatentCacheError(f"{type(module).__name__} expands what it caches")
     return keys, values
+
+
+def _by_table(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Rule, batch: AttentionBatch
+) -> torch.Tensor:
+    """`[tokens, heads, dim]`. Query heads that share a key head are its queries: no head is repeated in memory."""
+    slots = batch.table_slots
+    assert slots is not None
+
+    def gathered(store: torch.Tensor) -> torch.Tensor:
+        rows = store.unflatten(0, slots.shape) if batch.gathered is not None else store[slots]
+        return rows.transpose(1, 2)
+
+    q = query[0].transpose(0, 1)
+    q = q.unflatten(1, (keys.shape[1], -1)) if rule.is_plain else q[:, :, None]
+    mask = batch.table_mask(rule.reach, query.dtype)
+    return _scored(q, gathered(keys), gathered(values), rule, mask).flatten(1, 2)
 
 
 def _strided(store: torch.Tensor, group: DecodeGroup) -> torch.Tensor:

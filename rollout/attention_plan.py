@@ -74,16 +74,46 @@ class DecodeGroup(NamedTuple):
 
     def mask(self, kv_lens: torch.Tensor, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
         """Additive, `[requests, 1, 1, longest]`: 0 where a request's newest token sees the key, else -inf."""
-        last = kv_lens[:, None, None, None] - 1
-        key = torch.arange(self.longest, device=kv_lens.device)
-        hidden = (key > last) | (key < reach.first_of(last))
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return _decode_mask(kv_lens, self.longest, reach, dtype)
+
+
+class DecodeTable(NamedTuple):
+    """One token per request, read by tables of keys whose shape depends on two host integers alone.
+
+    `first` and `kv_lens`, int64 `[rows]`: a request's first slot, and how many hold its keys. `length`: columns.
+    """
+
+    first: torch.Tensor
+    kv_lens: torch.Tensor
+    length: int
+
+    @classmethod
+    def plan(cls, spans: Sequence[Span], rows: int, length: int, padding_slot: int) -> DecodeTable:
+        """Of one-token spans, and padding up to `rows` that reads one key of a slot of its own."""
+        padding = rows - len(spans)
+        first = [span.slot for span in spans] + [padding_slot] * padding
+        return cls(torch.tensor(first), torch.tensor([span.kv_len for span in spans] + [1] * padding), length)
+
+    def slots(self) -> torch.Tensor:
+        """int64 `[rows, length]`. Behind a request's keys its last one is repeated: nobody else's is ever read."""
+        key = torch.arange(self.length, device=self.first.device)
+        return self.first[:, None] + torch.minimum(key, self.kv_lens[:, None] - 1)
+
+
+def _decode_mask(kv_lens: torch.Tensor, keys: int, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
+    last = kv_lens[:, None, None, None] - 1
+    key = torch.arange(keys, device=kv_lens.device)
+    hidden = (key > last) | (key < reach.first_of(last))
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
     """Where each token of a step reads and writes. Host integers, but for `out_cache_loc`, the slot per token, and, if
     there are groups, `kv_lens`, the keys of each token's request; both int64 `[tokens]`.
+
+    With a `table` there are neither spans nor groups, and `out_cache_loc` covers padding too; `table_slots` are the
+    slots that it reads, made on the device by `opened`.
 
     With a latent cache, which a model expands to keys and values itself, `gathered` holds the slots that are read,
     int64 `[keys of all spans]`, and `Span.slot` counts within them.
@@ -96,6 +126,8 @@ class AttentionBatch:
     batch_invariant: bool
     gathered: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
+    table: DecodeTable | None = None
+    table_slots: torch.Tensor | None = None
     _masks: dict[tuple[int, Reach], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -114,6 +146,14 @@ class AttentionBatch:
         return cls(pool, singles, groups, out_cache_loc, False, kv_lens=_kv_lens(spans) if groups else None)
 
     @classmethod
+    def plan_table(
+        cls, pool: KVPool, spans: Sequence[Span], out_cache_loc: torch.Tensor, rows: int, length: int
+    ) -> AttentionBatch:
+        """One token per request, padded to `rows`, with tables of `length` keys."""
+        padded = torch.nn.functional.pad(out_cache_loc, (0, rows - len(out_cache_loc)), value=pool.padding_slot)
+        return cls(pool, [], [], padded, False, table=DecodeTable.plan(spans, rows, length, pool.padding_slot))
+
+    @classmethod
     def _plan_latent(
         cls, pool: KVPool, spans: list[Span], out_cache_loc: torch.Tensor, batch_invariant: bool
     ) -> AttentionBatch:
@@ -125,6 +165,25 @@ class AttentionBatch:
             moved.append(span._replace(slot=offset))
             offset += span.kv_len
         return cls(pool, moved, [], out_cache_loc, batch_invariant, torch.cat([slots, padding]))
+
+    def opened(self) -> AttentionBatch:
+        """For one forward, on the device: what follows from the table is computed in it, so that a graph holds it."""
+        if self.table is None:
+            return self
+        slots = self.table.slots()
+        return replace(self, table_slots=slots, gathered=slots.flatten() if self.pool.latent else None, _masks={})
+
+    def with_table(self, out_cache_loc: torch.Tensor, first: torch.Tensor, kv_lens: torch.Tensor) -> AttentionBatch:
+        """The same over other tensors of the same shapes."""
+        assert self.table is not None
+        return replace(self, out_cache_loc=out_cache_loc, table=DecodeTable(first, kv_lens, self.table.length))
+
+    def table_mask(self, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
+        """The table's mask for layers of one reach, `[rows, 1, 1, length]`, built once per forward."""
+        assert self.table is not None
+        if (0, reach) not in self._masks:
+            self._masks[0, reach] = _decode_mask(self.table.kv_lens, self.table.length, reach, dtype)
+        return self._masks[0, reach]
 
     def mask(self, group: DecodeGroup, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
         """The group's mask for layers of one reach, built once per step."""
@@ -140,6 +199,10 @@ class AttentionBatch:
             out_cache_loc=stream.to_device(self.out_cache_loc),
             gathered=None if self.gathered is None else stream.to_device(self.gathered),
             kv_lens=None if self.kv_lens is None else stream.to_device(self.kv_lens),
+            table=self.table
+            and self.table._replace(
+                first=stream.to_device(self.table.first), kv_lens=stream.to_device(self.table.kv_lens)
+            ),
             _masks={},
         )
 

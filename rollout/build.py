@@ -15,7 +15,8 @@ from rollout.backend import ModelInfo
 from rollout.capture import RoutedExpertsCapturer
 from rollout.checkpoint_names import CheckpointNames
 from rollout.config import EngineOptions
-from rollout.device import Stream, open_stream
+from rollout.cuda_graphs import Buckets, GraphRunner, batch_sizes
+from rollout.device import CpuStream, Stream, open_stream
 from rollout.device_memory import ParkedWeights
 from rollout.engine import Engine
 from rollout.expert_parallel import use_expert_parallel
@@ -173,7 +174,7 @@ def build_on(
         forcing, not_forced = stream.call(lambda: try_forcing(loaded.model))
     capturer = None
     if options.enable_return_routed_experts:
-        rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS)
+        rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS, options.max_running_requests)
         capturer = stream.call(lambda: RoutedExpertsCapturer(loaded.model, loaded.spec, rows, ranks))
     runner = _tested_runner(loaded, options, capturer, stream, ranks)
     kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options, runner.pool.token_bytes)
@@ -236,10 +237,30 @@ def _tested_runner(
     if find_state_modules(model):
         runner.states = StateLayers(model)
     _choose_cache(runner, reference, plain_attention, loaded)
+    _use_graphs(runner, reference, options)
     if options.batch_invariant and runner.own_caches is None:
         check_batch_invariance(runner, reference, options.max_batch_tokens)
     runner.forget_all()
     return runner
+
+
+def _use_graphs(runner: ModelRunner, reference: Reference, options: EngineOptions) -> None:
+    """Record decode steps on an accelerator, and test the engine again with graphs.
+
+    Raises:
+        ValueError: the model's decode cannot be recorded.
+    """
+    if options.disable_cuda_graph or isinstance(runner.stream, CpuStream) or runner.ranks is not None:
+        return
+    if runner.whole_prompts:
+        logger.info("%s keeps a state of its own: its decode steps run without graphs", type(runner.model).__name__)
+        return
+    runner.buckets = Buckets(batch_sizes(options.cuda_graph_batch_sizes, options.max_running_requests))
+    runner.graphs = GraphRunner(runner.stream.api, runner.stream.compute, runner.capturer)
+    try:
+        check_engine(runner, reference)
+    except ValueError as error:
+        raise ValueError(f"{error}. This is with CUDA graphs; use disable_cuda_graph=True") from error
 
 
 def _experts(options: EngineOptions, device: torch.device) -> str:

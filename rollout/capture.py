@@ -193,6 +193,14 @@ class RoutedExpertsCapturer:
         self._seen.clear()
         self._written = [0] * self.spec.num_sites
 
+    def writes(self) -> list[tuple[int, int]]:
+        """(site, rows) of each hook that fired since the step began."""
+        return list(self._seen)
+
+    def repeated(self, writes: Sequence[tuple[int, int]]) -> None:
+        """A recorded forward ran again: the device wrote what these hooks had written, at the same places."""
+        self._seen = list(writes)
+
     def reserve(self, rows: int) -> None:
         """Make room for steps of `rows` tokens."""
         if rows > self.max_rows:

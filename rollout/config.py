@@ -22,6 +22,10 @@ class EngineOptions(StrictModel):
         max_batch_tokens: tokens of one forward; longer prompts are computed in chunks.
         kv_tokens: size of the key/value pool in tokens. Default: `max_running_requests` full sequences, at most 2 GiB.
         disable_overlap_schedule: finish each step before the next is launched. The results do not differ.
+        disable_cuda_graph: run every decode step without a graph. On a CPU, in a group of ranks, and for models with
+            states or caches of their own, there are no graphs and the option changes nothing.
+        cuda_graph_batch_sizes: batch sizes that get a graph; smaller batches are padded to the next one, larger ones
+            run without. Default: powers of two up to `max_running_requests`, and that. Recorded when first used.
         enable_return_routed_experts: record routes; off, `Trace.routed_experts` is None.
         batch_invariant: results do not depend, in any bit, on batch, chunks or neighbours. Slower.
         prefix_cache: keep keys and values of ended requests while there is room; prompts that begin alike, such as the
@@ -43,6 +47,8 @@ class EngineOptions(StrictModel):
     max_batch_tokens: int = Field(2048, ge=1)
     kv_tokens: int | None = Field(None, ge=2)
     disable_overlap_schedule: bool = False
+    disable_cuda_graph: bool = False
+    cuda_graph_batch_sizes: tuple[int, ...] | None = None
     enable_return_routed_experts: bool = True
     batch_invariant: bool = False
     prefix_cache: bool = False
@@ -57,6 +63,16 @@ class EngineOptions(StrictModel):
     @classmethod
     def _torch_dtype(cls, value: Any) -> Any:
         return value if isinstance(value, str) else str(value).removeprefix("torch.")
+
+    @model_validator(mode="after")
+    def _graphs_fit(self) -> EngineOptions:
+        sizes = self.cuda_graph_batch_sizes
+        if sizes is not None and (not sizes or any(not 1 <= size <= self.max_running_requests for size in sizes)):
+            raise ValueError(
+                f"cuda_graph_batch_sizes={sizes}: need sizes from 1 to "
+                f"max_running_requests={self.max_running_requests}; for no graphs use disable_cuda_graph=True"
+            )
+        return self
 
     @model_validator(mode="after")
     def _threads_keep_bits(self) -> EngineOptions:

@@ -34,7 +34,7 @@ class ForcedRows(NamedTuple):
 
         None when it computes no row for the second time.
         """
-        if all(start >= request.frozen for request, start, _ in parts):
+        if not cls.needed(parts):
             return None
         routes = [request.routes.rows(start, request.frozen) if request.routes else () for request, start, _ in parts]
         shape, dtype = next((rows.shape[1:], rows.dtype) for rows in routes if isinstance(rows, np.ndarray))
@@ -45,6 +45,11 @@ class ForcedRows(NamedTuple):
                 ids[at : at + count], mask[at : at + count] = rows[:count], True
             at += end - start
         return cls(torch.from_numpy(ids), torch.from_numpy(mask))
+
+    @staticmethod
+    def needed(parts: Sequence[tuple[Request, int, int]]) -> bool:
+        """Whether one of these rows was computed before."""
+        return any(start < request.frozen for request, start, _ in parts)
 
     def to_device(self, stream: Stream) -> ForcedRows:
         """Copied without waiting."""

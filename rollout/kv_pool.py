@@ -103,6 +103,8 @@ class KVPool:
     Each layer's tensors are `[slots, kv_heads, head_dim]`, allocated when the layer first writes: shapes may differ
     by layer, and between keys and values. With `latent` set, what is stored is what the model expands to keys and
     values by itself (multi-head latent attention), and `update` returns all that the step reads.
+
+    Behind the slots that can be handed out lies one more, `padding_slot`, that rows of padding may write.
     """
 
     is_compileable = False
@@ -114,6 +116,11 @@ class KVPool:
         self.values: dict[int, torch.Tensor] = {}
         self._batch: StepSlots | None = None
         self._offsets = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def padding_slot(self) -> int:
+        """Belongs to no request."""
+        return self.size
 
     def get_seq_length(self, *_: Any) -> torch.Tensor:
         """`[tokens]`: for each token of the step its position less its index in the batch.
@@ -164,7 +171,7 @@ class KVPool:
         try:
             for store in (self.keys, self.values):
                 for layer, old in store.items():
-                    store[layer] = lazy_zeros((size, *old.shape[1:]), old.dtype, old.device)
+                    store[layer] = lazy_zeros((size + 1, *old.shape[1:]), old.dtype, old.device)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ValueError(f"kv_tokens={size} does not fit into memory ({error}); choose a smaller pool") from error
 
@@ -188,7 +195,7 @@ class KVPool:
     def _write(self, store: dict[int, torch.Tensor], layer: int, slots: torch.Tensor, states: torch.Tensor) -> None:
         rows = states[0].transpose(0, 1)
         if layer not in store:
-            store[layer] = lazy_zeros((self.size, *rows.shape[1:]), rows.dtype, rows.device)
+            store[layer] = lazy_zeros((self.size + 1, *rows.shape[1:]), rows.dtype, rows.device)
         store[layer].index_copy_(0, slots, rows[: len(slots)])
 
 

@@ -11,6 +11,7 @@ import torch
 
 from rollout.attention_plan import AttentionBatch, Span
 from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSegment
+from rollout.cuda_graphs import Bucket, Buckets, GraphRunner, Tensors
 from rollout.device import Event, Stream
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.forced_rows import ForcedRows, RowForcing
@@ -30,7 +31,8 @@ from rollout.state_layers import StateLayers
 class ForwardBatch:
     """Inputs of one step. The first `len(decode_rows)` tokens were sampled by earlier steps: read on the device.
 
-    Prepared on the host, and copied whole by `to_device`; `slots` and what is no tensor stay on the host.
+    Prepared on the host, and copied whole by `to_device`; `slots` and what is no tensor stay on the host. With a
+    `bucket` all shapes that the forward sees are the bucket's.
     """
 
     input_ids: torch.Tensor
@@ -40,6 +42,7 @@ class ForwardBatch:
     slots: torch.Tensor
     attention: AttentionBatch
     logits_rows: torch.Tensor
+    wanted_rows: list[int]
     num_padding: int
     sample_rows: torch.Tensor
     sampling: SamplingBatch | None
@@ -48,6 +51,7 @@ class ForwardBatch:
     prompts: list[PromptRows]
     segments: list[RouteSegment]
     forced: ForcedRows | None = None
+    bucket: Bucket | None = None
 
     def to_device(self, stream: Stream) -> ForwardBatch:
         """Copied without waiting."""
@@ -130,6 +134,8 @@ class ModelRunner:
         self.states: StateLayers | None = None
         self.own_caches: OwnCacheForward | None = None
         self.forcing: RowForcing | None = None
+        self.buckets: Buckets | None = None
+        self.graphs: GraphRunner | None = None
         self._cache_keyword = cache_keyword(model)
         self._batch_invariant = batch_invariant
         self._counts = TokenCounts(max_running_requests)
@@ -173,6 +179,8 @@ class ModelRunner:
 
     def resize(self, kv_tokens: int) -> None:
         """Change the number of slots; what they held is forgotten."""
+        if self.graphs is not None:
+            self.graphs.clear()
         self.stream.run(lambda: self.pool.resize(kv_tokens))
 
     def forget_all(self) -> None:
@@ -213,8 +221,12 @@ class ModelRunner:
         starts = [int(end) - w.length for w, end in zip(batch, ends, strict=True)]
         prompt_rows, prompts = plan_prompts(zip(starts, batch, strict=True), first=len(sampling))
         logits_rows = [row for _, row in sampling] + prompt_rows or [0]
+        forced = [(w.request, w.start, w.start + w.length) for w in batch]
+        bucket = self._bucket(batch, spans, bool(prompts or ForcedRows.needed(forced)))
         padded = self._batch_invariant and self.own_caches is None
         num_padding = (self.rows_for(len(position)) if rows is None else rows) - len(position)
+        if bucket is not None:
+            num_padding, logits_rows = bucket.rows - len(position), list(range(bucket.rows))
         if padded and len(logits_rows) < MIN_ROWS:
             logits_rows += [logits_rows[-1]] * (MIN_ROWS - len(logits_rows))
         return ForwardBatch(
@@ -223,8 +235,9 @@ class ModelRunner:
             decode_rows=torch.tensor([w.request.row for w in batch if w.is_decode], dtype=torch.int64),
             spans=spans,
             slots=torch.from_numpy(slot),
-            attention=AttentionBatch.plan(self.pool, spans, torch.from_numpy(slot), self._batch_invariant),
+            attention=self._attention(spans, torch.from_numpy(slot), bucket),
             logits_rows=torch.tensor(logits_rows),
+            wanted_rows=logits_rows,
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
             sampling=_sampling_batch([w for w, _ in sampling]) if sampling else None,
@@ -232,10 +245,20 @@ class ModelRunner:
             top=TopRows.plan([(i, w.request.wanted, w.drawn) for i, (w, _) in enumerate(sampling)]),
             prompts=prompts,
             segments=[_segment(w, span) for w, span in zip(batch, spans, strict=True) if w.request.routes is not None],
-            forced=ForcedRows.plan(
-                [(w.request, w.start, w.start + w.length) for w in batch], len(position) + num_padding
-            ),
+            forced=ForcedRows.plan(forced, len(position) + num_padding),
+            bucket=bucket,
         )
+
+    def _bucket(self, batch: list[Work], spans: list[Span], extras: bool) -> Bucket | None:
+        """Where the step's forward can be of a static shape: no prompt logprobs, nothing computed under replay."""
+        if self.buckets is None or extras or self.whole_prompts or len({work.samples for work in batch}) > 1:
+            return None
+        return self.buckets.choose(spans)
+
+    def _attention(self, spans: list[Span], slots: torch.Tensor, bucket: Bucket | None) -> AttentionBatch:
+        if bucket is not None:
+            return AttentionBatch.plan_table(self.pool, spans, slots, *bucket)
+        return AttentionBatch.plan(self.pool, spans, slots, self._batch_invariant)
 
     def _forward(self, batch: ForwardBatch, result: GenerationBatchResult) -> None:
         batch.input_ids[: len(batch.decode_rows)] = self._last_token[batch.decode_rows]
@@ -273,17 +296,31 @@ class ModelRunner:
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """`[logits_rows, vocab]` of one flattened batch."""
         if self.own_caches is not None:
-            rows = batch.logits_rows.tolist()
-            return self.own_caches.logits(batch.input_ids, batch.position_ids, batch.spans, rows)
+            return self.own_caches.logits(batch.input_ids, batch.position_ids, batch.spans, batch.wanted_rows)
         if self.states is not None:
             self.states.begin(batch.spans)
-        self.pool.begin(batch.attention, batch.position_ids)
+        inputs = batch.input_ids, batch.position_ids, batch.logits_rows
+        if self.graphs is None or batch.bucket is None or batch.attention.table is None:
+            return self._pool_logits(*inputs, batch.attention)
+
+        def forward(static: Tensors) -> torch.Tensor:
+            ids, positions, rows, *table = static
+            return self._pool_logits(ids, positions, rows, batch.attention.with_table(*table))
+
+        table = batch.attention.table
+        return self.graphs.run(batch.bucket, (*inputs, batch.attention.out_cache_loc, *table[:2]), forward)
+
+    def _pool_logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, attention: AttentionBatch
+    ) -> torch.Tensor:
+        attention = attention.opened()
+        self.pool.begin(attention, position_ids)
         output = self.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
             use_cache=False,
-            attention_batch=batch.attention,
-            logits_to_keep=batch.logits_rows,
+            attention_batch=attention,
+            logits_to_keep=rows,
             **{self._cache_keyword: self.pool},
         )
         return output.logits[0]

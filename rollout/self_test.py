@@ -202,7 +202,8 @@ def _works(prompts: list[list[int]], start: int, length: int) -> list[Work]:
 def _run(runner: ModelRunner, works: list[Work]) -> tuple[torch.Tensor, np.ndarray | None]:
     prepared = runner.prepare(works)
     rows = len(prepared.slots)
-    prepared = dataclasses.replace(prepared, logits_rows=torch.arange(rows + prepared.num_padding))
+    wanted = list(range(rows + prepared.num_padding))
+    prepared = dataclasses.replace(prepared, logits_rows=torch.tensor(wanted), wanted_rows=wanted)
 
     def work() -> tuple[torch.Tensor, np.ndarray | None]:
         batch = prepared.to_device(runner.stream)

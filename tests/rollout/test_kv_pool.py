@@ -60,7 +60,7 @@ def test_keys_and_values_land_in_the_slots_of_the_step():
     returned = pool.update(key, value, 5)
     assert returned[0] is key
     assert returned[1] is value
-    assert (pool.keys[5].shape, pool.values[5].shape) == ((8, 2, 4), (8, 1, 2))
+    assert (pool.keys[5].shape, pool.values[5].shape) == ((9, 2, 4), (9, 1, 2))
     for token, slot in enumerate([6, 0, 3]):
         assert torch.equal(pool.keys[5][slot], key[0, :, token])
         assert torch.equal(pool.values[5][slot], value[0, :, token])
@@ -72,7 +72,7 @@ def test_a_write_touches_no_other_slot_and_no_other_layer():
         pool.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), layer)
     begin(pool, [2])
     pool.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), 1)
-    assert pool.keys[1].sum(dim=(1, 2)).tolist() == [0, 0, 2, 0]
+    assert pool.keys[1].sum(dim=(1, 2)).tolist() == [0, 0, 2, 0, 0]
     assert not pool.keys[0].any()
 
 
@@ -81,7 +81,7 @@ def test_padding_rows_behind_the_step_are_not_written():
     pool.update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1), 0)
     begin(pool, [1])
     pool.update(torch.ones(1, 1, 16, 1), torch.ones(1, 1, 16, 1), 0)
-    assert pool.keys[0].flatten().tolist() == [0, 1, 0]
+    assert pool.keys[0].flatten().tolist() == [0, 1, 0, 0]
 
 
 def test_a_write_outside_of_a_step_is_an_error():

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tests.sim.graphs import Graph
 from tests.sim.streams import Adversary, Event, Scheduler, Stream, late
 
 DEVICE = torch.device("meta")
@@ -101,7 +102,7 @@ class SimTensor(torch.Tensor):
 
 
 class SimDevice(TorchDispatchMode):
-    """The device, and what `AcceleratorStream` needs of `torch.cuda`: `Stream`, `Event`, `stream`.
+    """The device, and what `AcceleratorStream` needs of `torch.cuda`: `Stream`, `Event`, `stream`, graphs.
 
     >>> sim = SimDevice(adversary=late)
     >>> stream = AcceleratorStream(DEVICE, sim)
@@ -136,6 +137,23 @@ class SimDevice(TorchDispatchMode):
                 yield
         finally:
             self.current = before
+
+    def CUDAGraph(self) -> Graph:  # noqa: N802 - torch.cuda's name
+        return Graph(lambda: self.current)
+
+    def graph_pool_handle(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def graph(
+        self, graph: Graph, pool: None = None, stream: Stream | None = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        """Record kernels instead of queueing them."""
+        before, self.current = self.current, graph.recording
+        try:
+            yield
+        finally:
+            self.current, graph.recording.open = before, False
 
     def synchronize(self) -> None:
         """Run everything."""
