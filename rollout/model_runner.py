@@ -218,6 +218,7 @@ class ModelRunner:
             for w, end in zip(batch, ends, strict=True)
         ]
         sampling = [(w, int(end) - 1) for w, end in zip(batch, ends, strict=True) if w.samples]
+        asking = [(i, w) for i, (w, _) in enumerate(sampling) if w.request.asks_more]
         starts = [int(end) - w.length for w, end in zip(batch, ends, strict=True)]
         prompt_rows, prompts = plan_prompts(zip(starts, batch, strict=True), first=len(sampling))
         logits_rows = [row for _, row in sampling] + prompt_rows or [0]
@@ -241,8 +242,8 @@ class ModelRunner:
             num_padding=num_padding,
             sample_rows=torch.tensor([w.request.row for w, _ in sampling], dtype=torch.int64),
             sampling=_sampling_batch([w for w, _ in sampling]) if sampling else None,
-            edits=LogitEdits.plan([(i, w.request, w.drawn) for i, (w, _) in enumerate(sampling)], self._counts),
-            top=TopRows.plan([(i, w.request.wanted, w.drawn) for i, (w, _) in enumerate(sampling)]),
+            edits=LogitEdits.plan([(i, w.request, w.drawn) for i, w in asking], self._counts),
+            top=TopRows.plan([(i, w.request.wanted, w.drawn) for i, w in asking]),
             prompts=prompts,
             segments=[_segment(w, span) for w, span in zip(batch, spans, strict=True) if w.request.routes is not None],
             forced=ForcedRows.plan(forced, len(position) + num_padding),

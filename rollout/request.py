@@ -68,6 +68,11 @@ class Request:
         return len(self.request.prompt_ids)
 
     @property
+    def asks_more(self) -> bool:
+        """Its draws need more than temperature, top_p, top_k and min_p: logit edits or optional logprobs."""
+        return self.wanted is not None or self.request.edits_logits
+
+    @property
     def max_tokens(self) -> int:
         """Completion tokens at most."""
         return self.request.sampling_params.max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class Session:
 
     def __init__(self, sample: SampleTurn, tokenize: Callable[[str], Sequence[int]]) -> None:
         self.turns: list[Trace] = []
+        self._turn = threading.Lock()
         self._sample = sample
         self._tokenize = tokenize
 
@@ -48,7 +50,22 @@ class Session:
 
         Raises:
             ValueError: as `RolloutClient.sample`; naming prompt 0, which is the whole conversation.
+            RuntimeError: another thread samples a turn of this conversation.
         """
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError("a turn of this session is under way; wait for it, or use one session per conversation")
+        try:
+            return self._sample_turn(tokens, sampling_params, step, metadata)
+        finally:
+            self._turn.release()
+
+    def _sample_turn(
+        self,
+        tokens: str | Sequence[int],
+        sampling_params: SamplingParams | None,
+        step: int | None,
+        metadata: dict[str, Any] | None,
+    ) -> Trace:
         start = self._start()
         if self.turns:
             new = self._tokenize(tokens) if isinstance(tokens, str) else tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from rollout.tiny_moe import MODEL_PATH
 from storage import ReplayBatch
 from tests.rollout.flipped import flipped_selection
 from tests.rollout.oracle import Oracle, log_softmax, routes_agree
-from tests.rollout.probes import prompts
+from tests.rollout.probes import parts_of, prompts, wait_until
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=6, ignore_eos=True, seed=3)
 PROMPT, TOOL, USER = prompts(1, length=9)[0], [11, 12, 13], [20]
@@ -105,3 +107,18 @@ def test_without_capture_there_is_no_session(path):
     with RolloutClient.local(path, enable_return_routed_experts=False) as client:
         with pytest.raises(ValueError, match="a session needs an engine that can repeat recorded routes"):
             client.session()
+
+
+def test_two_threads_cannot_take_a_turn_at_once(path):
+    with RolloutClient.local(path) as client:
+        session = client.session(SAMPLED)
+        client.pause()
+        turn = threading.Thread(target=session.sample, args=(PROMPT,))
+        turn.start()
+        wait_until(lambda: not parts_of(client)[1].idle)
+        with pytest.raises(RuntimeError, match="a turn of this session is under way"):
+            session.sample(PROMPT)
+        client.resume()
+        turn.join()
+        session.sample(TOOL)
+        assert session.turns[1].prompt_ids == [*session.turns[0].token_ids, *TOOL]
