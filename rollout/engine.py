@@ -258,6 +258,7 @@ class Engine:
     def _deliver(self, request: Request, token: int, logprob: float, raw_logprob: float) -> None:
         if request.finish_reason is not None:
             self.stats.dropped_tokens += 1
+            logger.debug("a token of %s is dropped: it had stopped in the step before", request.request.sample_id)
         elif not (math.isfinite(raw_logprob) and math.isfinite(logprob)):
             at = f"completion token {len(request.output_ids)}"
             problem = f"the model's logits for {at} are not finite"

@@ -290,8 +290,7 @@ class LocalBackend:
             with self._lock:
                 self._dead = error
             while not self._commands.empty():
-                if (command := self._commands.get()) is not None:
-                    command()  # so that whoever queued it is among those who are told
+                self._run_late(self._commands.get())
             for outbox in {id(box): box for box in self._outboxes.values()}.values():
                 outbox.put(error)
         finally:
@@ -300,6 +299,15 @@ class LocalBackend:
                 self._pausing.pop().set_exception(RuntimeError("this engine is closed"))
             self._updates.cancel(self._dead)
             self._built.close()
+
+    @staticmethod
+    def _run_late(command: Callable[[], None] | None) -> None:
+        """So that whoever queued it is among those who are told; its own error must not keep them from being told."""
+        try:
+            if command is not None:
+                command()
+        except Exception:
+            logger.exception("a command that met a stopped engine failed")
 
     def _rest(self) -> None:
         """The engine has come to rest: nothing may have leaked, and whoever waits for a pause has it."""

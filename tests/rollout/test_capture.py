@@ -96,6 +96,14 @@ def test_copying_twice_is_an_error(stream):
         out.copy_to_cpu(stream, done())
 
 
+def test_a_wrong_transition_names_the_step_and_its_requests():
+    routes = RequestRoutes(SPEC, 3)
+    segments = [RouteSegment(0, 2, 0, routes, "run/0/a/0"), RouteSegment(2, 3, 0, routes, "run/0/b/1")]
+    out = RoutedExpertsOutput(torch.arange(3), torch.from_numpy(rows(3)), None, segments, step=17)
+    with pytest.raises(RuntimeError, match=r"step 17 .*run/0/a/0.*run/0/b/1.* finalized in state captured"):
+        out.finalize()
+
+
 def test_steps_finalized_out_of_order_are_an_error(stream):
     """Positions 0-1 belong to the first step and 2 to the second: the second alone would leave a hole."""
     routes = RequestRoutes(SPEC, 3)
