@@ -251,7 +251,7 @@ class LocalBackend:
 
     def _post(self, command: Callable[[], None]) -> None:
         if not self._put(command):
-            raise RuntimeError("this engine is closed") from self._dead
+            raise self._ended() from self._dead
 
     def _put(self, command: Callable[[], None]) -> bool:
         """Queue a command for the engine's thread; False when it has stopped."""
@@ -296,9 +296,12 @@ class LocalBackend:
         finally:
             self._stopped.set()
             while self._pausing:
-                self._pausing.pop().set_exception(RuntimeError("this engine is closed"))
+                self._pausing.pop().set_exception(self._ended())
             self._updates.cancel(self._dead)
             self._built.close()
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"this engine has stopped: {self._dead}" if self._dead else "this engine is closed")
 
     @staticmethod
     def _run_late(command: Callable[[], None] | None) -> None:

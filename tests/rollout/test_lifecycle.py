@@ -78,11 +78,11 @@ class Lifecycle(RuleBasedStateMachine):
         self.engines.finished.clear()
         launch = type(self.built.runner).launch
 
-        def logged(step, batch):
+        def logged(step, batch, shape):
             for work in batch:
                 done = Computed(work.start, work.start + work.length, self.engine.weight_version)
                 self.log[work.request].append(done)
-            return launch(self.built.runner, step, batch)
+            return launch(self.built.runner, step, batch, shape)
 
         self.built.runner.launch = logged
 

@@ -77,9 +77,9 @@ def test_an_engine_that_dies_tells_all_its_streams_why(backend, monkeypatch):
     for thread in threads:
         thread.join(timeout=20)
     assert len(answers) == 4
-    assert set(answers) <= {"the scheduler lost a row", "this engine is closed"}
+    assert set(answers) <= {"the scheduler lost a row", "this engine has stopped: the scheduler lost a row"}
     assert "the scheduler lost a row" in answers
-    with pytest.raises(RuntimeError, match="this engine is closed") as caught:
+    with pytest.raises(RuntimeError, match="this engine has stopped: the scheduler lost a row") as caught:
         next(backend.stream(requests(1)))
     assert str(caught.value.__cause__) == "the scheduler lost a row"
 

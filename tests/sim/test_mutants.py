@@ -42,8 +42,8 @@ def check(rig: Rig, expected: list[dict[str, Any]]) -> None:
     launched: list[GenerationBatchResult] = []
     launch = type(rig.built.runner).launch
 
-    def spy(step: int, batch: Any) -> GenerationBatchResult:
-        launched.append(launch(rig.built.runner, step, batch))
+    def spy(*arguments: Any) -> GenerationBatchResult:
+        launched.append(launch(rig.built.runner, *arguments))
         return launched[-1]
 
     rig.built.runner.launch = spy
