@@ -171,7 +171,7 @@ class KVPool:
         try:
             for store in (self.keys, self.values):
                 for layer, old in store.items():
-                    store[layer] = lazy_zeros((size + 1, *old.shape[1:]), old.dtype, old.device)
+                    store[layer] = lazy_zeros((size + 1 if size else 0, *old.shape[1:]), old.dtype, old.device)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ValueError(f"kv_tokens={size} does not fit into memory ({error}); choose a smaller pool") from error
 

@@ -123,9 +123,14 @@ def test_an_update_reaches_all_ranks_or_none(model, pair, alone, tmp_path):
     check_same(sample(pair, SEEDED), alone("qwen3_moe", SEEDED))
 
 
-def test_allgather_of_a_latent_cache_is_refused_by_name(model):
-    with pytest.raises(ValueError, match="use moe_dispatch='alltoall'"):
-        RolloutClient.local(model("deepseek_v3"), dp_size=2, moe_dispatch="allgather", **SMALL)
+def test_allgather_with_shared_experts_and_graph_padding(model, alone):
+    options = {"dp_size": 2, "moe_dispatch": "allgather", "graph_batches": (2, 4), **SMALL}
+    backend = GroupBackend(str(model("deepseek_v3")), **options)
+    with RolloutClient(backend) as client:
+        check_same(sample(client, SEEDED), alone("deepseek_v3", SEEDED))
+        check_same(sample(client, SEEDED, PROMPTS[:1]), alone("deepseek_v3", SEEDED, 1))
+        assert {rank["capture_rows"] for rank in backend.rank_stats()} == {2 * (2048 + 32)}  # of both ranks
+        assert "use moe_dispatch='alltoall'" in client.info.not_forced
 
 
 def test_a_size_that_does_not_divide_the_experts_is_refused(model):
@@ -138,8 +143,6 @@ def test_a_size_that_does_not_divide_the_experts_is_refused(model):
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_families_layouts_and_sizes(model, alone, family, dispatch, size):
-    if (family, dispatch) == ("deepseek_v3", "allgather"):
-        pytest.skip("refused by name")
     backend = GroupBackend(str(model(family)), dp_size=size, moe_dispatch=dispatch, graph_batches=(1, 2, 4), **SMALL)
     with RolloutClient(backend) as client:
         for params in (SEEDED, GREEDY):
