@@ -178,7 +178,8 @@ class RouterReplay:
         >>> (policy_loss + 0.001 * replay.load_balancing_loss()).backward()
 
         Raises:
-            ValueError: for routers that return no logits, or sites with different numbers of experts.
+            ValueError: for routers that return no logits, or probabilities in their place (gemma4, afmoe), for sites
+                with different numbers of experts, and under reentrant checkpointing, which leaves routers no graph.
         """
         return load_balancing_loss(self.spec, self._counts.balance)
 
@@ -217,7 +218,8 @@ class RouterReplay:
                 with torch.no_grad():
                     _, native = native_choice(plan, partial(forward, *args, **kwargs))
             if once.first_time(site):
-                self._counts.add(site, native, wide, rows, out[0] if returned_ids(out) is not None else None)
+                logits = out[0] if returned_ids(out) is not None else None
+                self._counts.add(site, native, wide, rows, logits, once.cut())
             return out
 
         return replaying

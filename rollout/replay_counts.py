@@ -41,11 +41,19 @@ class ReplayReport:
 
 
 class Balance(NamedTuple):
-    """Of one site's last forward: router logits `[rows, E]`, tokens per expert float32 `[E]`, tokens bool `[rows]`."""
+    """Of one site's last forward.
+
+    Attributes:
+        logits: of the router, `[rows, E]`; None when it returns none.
+        load: tokens per expert, int64 `[E]`.
+        tokens: bool `[rows]`, without padding; None when all are.
+        cut: whether reentrant checkpointing ran the router without a graph, in a forward with gradients.
+    """
 
     logits: torch.Tensor | None
     load: torch.Tensor
     tokens: torch.Tensor | None
+    cut: bool = False
 
 
 class ReplayCounts:
@@ -61,9 +69,15 @@ class ReplayCounts:
 
     @torch.no_grad()
     def add(
-        self, site: int, native: torch.Tensor, forced: torch.Tensor, rows: Rows, logits: torch.Tensor | None
+        self,
+        site: int,
+        native: torch.Tensor,
+        forced: torch.Tensor,
+        rows: Rows,
+        logits: torch.Tensor | None,
+        cut: bool = False,
     ) -> None:
-        """One forward of one router: its live choice and the recorded one, int64 `[rows, K]`."""
+        """One forward of one router: its live choice and the recorded one, int64 `[rows, K]`; `cut` as in Balance."""
         used = torch.ones(len(forced), dtype=torch.bool, device=forced.device) if rows.counted is None else rows.counted
         flipped = (native.sort(-1).values != forced.sort(-1).values).any(-1)
         reordered = (native != forced).any(-1) & ~flipped
@@ -73,7 +87,7 @@ class ReplayCounts:
         executed = forced if rows.forced is None else torch.where(rows.forced[:, None], forced, native)
         load = _load_of(executed, rows.tokens, self._spec.sites[site].num_experts)
         self._load[site] = _plus(self._load[site], load)
-        self.balance[site] = Balance(logits, load, rows.tokens)
+        self.balance[site] = Balance(logits, load, rows.tokens, cut)
         self.rows[site] += len(forced)
 
     def expert_counts(self) -> torch.Tensor:
@@ -127,6 +141,22 @@ def _load_of(ids: torch.Tensor, tokens: torch.Tensor | None, num_experts: int) -
     return ids.new_zeros(num_experts).scatter_add_(0, ids.reshape(-1), weight.reshape(-1))
 
 
+def _checked_logits(name: str, found: Balance) -> torch.Tensor:
+    if found.logits is None:
+        raise ValueError(f"router {name} returns no logits beside its choice; compute its loss in the model")
+    if found.cut:
+        raise ValueError(
+            f"reentrant checkpointing ran router {name} without a graph, so the loss would have no gradient; use "
+            'gradient_checkpointing_enable({"use_reentrant": False})'
+        )
+    if bool(((found.logits >= 0) & (found.logits <= 1)).all()):
+        raise ValueError(
+            f"router {name} returns probabilities or scores, not logits, of which another softmax would be taken; "
+            "compute its loss in the model"
+        )
+    return found.logits
+
+
 def load_balancing_loss(spec: RoutingSpec, balance: list[Balance | None]) -> torch.Tensor:
     """See `RouterReplay.load_balancing_loss`."""
     widths = {site.num_experts for site in spec.sites}
@@ -136,9 +166,8 @@ def load_balancing_loss(spec: RoutingSpec, balance: list[Balance | None]) -> tor
     for site, found in zip(spec.sites, balance, strict=True):
         if found is None:
             raise RuntimeError("no forward was replayed yet")
-        if found.logits is None:
-            raise ValueError(f"router {site.name} returns no logits beside its choice; compute its loss in the model")
-        probability = found.logits.float().softmax(-1)
+        logits = _checked_logits(site.name, found)
+        probability = logits.float().softmax(-1)
         kept = probability if found.tokens is None else probability[found.tokens]
         loads.append(found.load)
         probabilities.append(kept.sum(0))

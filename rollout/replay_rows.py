@@ -181,6 +181,7 @@ class OncePerForward:
         self._calls = [0] * len(names)
         self._running = False
         self._followed = False
+        self._with_gradients = False
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
@@ -197,8 +198,13 @@ class OncePerForward:
         self._calls[site] += 1
         return self._running or not self._followed
 
+    def cut(self) -> bool:
+        """Whether the graph is cut here: reentrant checkpointing runs a layer first without gradients."""
+        return self._with_gradients and not torch.is_grad_enabled()
+
     def _begin(self, module: Any, args: Any) -> None:
         self._running = self._followed = True
+        self._with_gradients = torch.is_grad_enabled()
         self._calls = [0] * len(self._names)
 
     def _end(self, module: Any, args: Any, output: Any) -> None:

@@ -87,6 +87,48 @@ def test_its_gradient_reaches_every_router(qwen):
     assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in qwen.model.layers)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_with_checkpointing_the_loss_has_its_gradient_or_is_refused(qwen, checkpoint):
+    """Reentrant checkpointing runs the layers without a graph first: the loss would be a constant."""
+    routes = random_routes(RouterReplay(qwen).spec, 14)
+    gradients = []
+    for use_reentrant in (None, False, True):
+        model = load(checkpoint("qwen3_moe")).train()
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        replay = RouterReplay(model)
+        with replay(routes):
+            model(input_ids=TOKENS, use_cache=False)
+            if use_reentrant:
+                with pytest.raises(ValueError, match=r"ran router model\.layers\.0\.mlp\.gate without a graph"):
+                    replay.load_balancing_loss()
+            else:
+                replay.load_balancing_loss().backward()
+                gradients.append([layer.mlp.gate.weight.grad for layer in model.model.layers])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+        assert plain.abs().sum() > 0
+
+
+def test_without_gradients_the_loss_can_be_read(qwen):
+    replay = RouterReplay(qwen)
+    with replay(random_routes(replay.spec, 14)), torch.no_grad():
+        qwen(input_ids=TOKENS)
+    assert replay.load_balancing_loss().item() > 0
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "afmoe"])
+def test_routers_that_return_probabilities_or_scores_are_refused_by_name(family, tmp_path):
+    """A softmax of a softmax is near uniform, whatever the router prefers."""
+    model = load(save_tiny(family, tmp_path))
+    replay = RouterReplay(model)
+    with replay(random_routes(replay.spec, TOKENS.numel())), torch.no_grad():
+        model(input_ids=TOKENS, use_cache=False)
+    with pytest.raises(ValueError, match=r"router model\.layers\.\d\..* returns probabilities or scores, not logits"):
+        replay.load_balancing_loss()
+
+
 def test_without_a_replayed_forward_there_is_no_loss(qwen):
     with pytest.raises(RuntimeError, match="no forward was replayed yet"):
         RouterReplay(qwen).load_balancing_loss()
