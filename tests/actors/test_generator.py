@@ -41,8 +41,9 @@ def test_what_finished_while_the_consumer_was_away_travels_in_one_table(journal:
     first = next(tables)
     assert eventually(lambda: started(journal) == 20)
     time.sleep(0.1)
-    assert first.num_rows + next(tables).num_rows == 20
-    assert next(tables, None) is None
+    later = [table.num_rows for table in tables]  # none when a busy machine finished all before the first look
+    assert len(later) <= 1
+    assert first.num_rows + sum(later) == 20
 
 
 def test_a_finished_trace_does_not_wait_for_a_slow_neighbour() -> None:
@@ -101,7 +102,8 @@ def test_a_table_is_encoded_once_for_all_its_traces(journal: Path, monkeypatch: 
     time.sleep(0.1)
     sizes += [table.num_rows for table in tables]
     assert encoded == sizes
-    assert len(sizes) == 2
+    assert len(sizes) <= 2
+    assert sum(sizes) == 20
 
 
 def test_stopped_ends_the_stream_while_it_waits(journal: Path) -> None:
