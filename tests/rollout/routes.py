@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 TOKENS = torch.tensor([[5, 9, 21, 40, 3, 66, 17], [30, 31, 5, 5, 80, 12, 2]])
 
 
-def load(path):
+def load(path, dtype=torch.float32):
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
 def logits(model, tokens=TOKENS):

@@ -8,6 +8,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rollout import RouterReplay
+from rollout.replay_batch import rows_of
 from storage import ReplayBatch, Trace
 from tests.rollout.routes import TOKENS, load, logits, own_routes, random_routes
 
@@ -334,3 +335,8 @@ def test_the_report_is_of_the_last_context(qwen):
 def test_before_any_context_the_report_is_empty(qwen):
     report = RouterReplay(qwen).report()
     assert (report.sites_used, report.rows, report.flipped_share, report.missing_share) == (0, 0, 0, 0)
+
+
+def test_ids_of_all_sites_stay_narrow(qwen, batch):
+    """Only one site's are widened at a time: int64 ids of all would take eight times the memory of the routes."""
+    assert rows_of(RouterReplay(qwen).spec, batch).ids.dtype is torch.uint8
