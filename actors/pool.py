@@ -26,7 +26,7 @@ from rollout.update_modes import (
     InFlight,
     KVMode,
     OneAtATime,
-    check_modes,
+    UpdatesByHalves,
     check_sleep,
     check_version,
 )
@@ -37,7 +37,7 @@ WARN_SECONDS = 30.0
 CLOSE_SECONDS = 3.0
 
 
-class ActorPool:
+class ActorPool(UpdatesByHalves):
     """Spreads requests over N generator actors by load; survives their death. Implements `rollout.backend.Backend`.
 
     >>> pool = ActorPool("rollout/tiny_moe", num_actors=2, engine_options={"dtype": "float32"})
@@ -167,17 +167,11 @@ class ActorPool:
         if answers.refusal is not None and not isinstance(answers.refusal, LOST):
             raise answers.refusal
 
-    def update_weights(
-        self,
-        source: Any,
-        version: int,
-        *,
-        force: bool = False,
-        in_flight: InFlight = "wait",
-        kv: KVMode = "keep",
-        check_finite: bool = False,
-    ) -> None:
-        """See `RolloutClient.update_weights`: on all actors, or on none when one of them refuses.
+    @contextlib.contextmanager
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> Iterator[Callable[[InFlight, KVMode], None]]:
+        """The two halves of an update, on all actors or on none; see `Backend.prepare_update`.
 
         The source is read here and stored once; a node gets one copy of it. It stays in the object store until the next
         update: an actor that dies is replaced by one that takes these weights before it samples.
@@ -185,15 +179,6 @@ class ActorPool:
         Raises:
             Exception: why an actor refused, in its own type and words; nothing was changed.
         """
-        check_modes(in_flight, kv)
-        with self.prepare_update(source, version, force=force, check_finite=check_finite) as apply:
-            apply(in_flight, kv)
-
-    @contextlib.contextmanager
-    def prepare_update(
-        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
-    ) -> Iterator[Callable[[InFlight, KVMode], None]]:
-        """The two halves of an update; see `Backend.prepare_update`."""
         with self._turns.take(f"update_weights to version {version!r}"):
             if self._asleep:
                 raise RuntimeError("update_weights while the actors sleep; call wake(weights, version)")

@@ -29,7 +29,7 @@ from rollout.update_modes import (
     InFlight,
     KVMode,
     OneAtATime,
-    check_modes,
+    UpdatesByHalves,
     check_sleep,
     check_version,
 )
@@ -52,7 +52,7 @@ class _Given(NamedTuple):
         return len(self.request.prompt_ids) + self.request.sampling_params.max_tokens
 
 
-class GroupBackend:
+class GroupBackend(UpdatesByHalves):
     """`dp_size` ranks that serve one model, each with a part of its experts. Implements `rollout.backend.Backend`.
 
     >>> backend = GroupBackend("path/to/qwen3-moe", dp_size=2, moe_dispatch="alltoall", dtype="float32")
@@ -173,21 +173,6 @@ class GroupBackend:
         wanted = known_samples(sample_ids, {name for stream in streams for name in stream.outstanding()})
         for stream in streams:
             stream.discard(wanted)
-
-    def update_weights(
-        self,
-        source: Any,
-        version: int,
-        *,
-        force: bool = False,
-        in_flight: InFlight = "wait",
-        kv: KVMode = "keep",
-        check_finite: bool = False,
-    ) -> None:
-        """See `RolloutClient.update_weights`: on all ranks behind the same step, or on none when one refuses."""
-        check_modes(in_flight, kv)
-        with self.prepare_update(source, version, force=force, check_finite=check_finite) as apply:
-            apply(in_flight, kv)
 
     @contextlib.contextmanager
     def prepare_update(

@@ -20,14 +20,14 @@ from rollout.local_stream import LocalStream, Outbox
 from rollout.lockstep import Membership
 from rollout.request import Request
 from rollout.traces import trace_of
-from rollout.update_modes import InFlight, KVMode, OneAtATime, check_modes, check_sleep
+from rollout.update_modes import InFlight, KVMode, OneAtATime, UpdatesByHalves, check_sleep
 from rollout.weight_updates import WeightUpdates
 from storage.trace import Trace
 
 logger = logging.getLogger(__name__)
 
 
-class LocalBackend:
+class LocalBackend(UpdatesByHalves):
     """A Backend over one engine in this process.
 
     >>> backend = LocalBackend("path/to/qwen3-moe", dtype="float32")
@@ -118,21 +118,6 @@ class LocalBackend:
             stream.discard(wanted)
         self._post(lambda: self._built.engine.abort([e for e in self._outboxes if e.request.sample_id in wanted]))
 
-    def update_weights(
-        self,
-        source: Any,
-        version: int,
-        *,
-        force: bool = False,
-        in_flight: InFlight = "wait",
-        kv: KVMode = "keep",
-        check_finite: bool = False,
-    ) -> None:
-        """See `RolloutClient.update_weights`. The source is read and checked while the engine goes on sampling."""
-        check_modes(in_flight, kv)
-        with self.prepare_update(source, version, force=force, check_finite=check_finite) as apply:
-            apply(in_flight, kv)
-
     @contextlib.contextmanager
     def prepare_update(
         self,
@@ -144,6 +129,8 @@ class LocalBackend:
         saved: bool | None = None,
     ) -> Iterator[Callable[[InFlight, KVMode], None]]:
         """The two halves of an update: entering checks and stages it, the function applies it, leaving drops it.
+
+        The source is read and checked while the engine goes on sampling.
 
         A pool of engines applies only when all have staged. `saved` as in `weights.stage`.
         """

@@ -1,10 +1,11 @@
-"""What becomes of running requests in an update or a sleep: the words for it; one at a time. Imports nothing heavy."""
+"""Weight updates: what becomes of running requests, one at a time, and their two halves. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 InFlight: TypeAlias = Literal["wait", "abort", "keep"]
@@ -37,6 +38,31 @@ class OneAtATime:
             yield
         finally:
             self._lock.release()
+
+
+class UpdatesByHalves(ABC):
+    """`update_weights` of every backend whose update is checked whole while the old weights serve, then applied."""
+
+    @abstractmethod
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> contextlib.AbstractContextManager[Callable[[InFlight, KVMode], None]]:
+        """See `Backend.prepare_update`."""
+
+    def update_weights(
+        self,
+        source: Any,
+        version: int,
+        *,
+        force: bool = False,
+        in_flight: InFlight = "wait",
+        kv: KVMode = "keep",
+        check_finite: bool = False,
+    ) -> None:
+        """See `RolloutClient.update_weights`: everywhere, or nowhere when any engine refuses."""
+        check_modes(in_flight, kv)
+        with self.prepare_update(source, version, force=force, check_finite=check_finite) as apply:
+            apply(in_flight, kv)
 
 
 def check_version(version: Any, current: int, force: bool) -> None:
