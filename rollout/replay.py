@@ -236,13 +236,8 @@ def _selection_bias(model: Any, router: FoundRouter) -> torch.Tensor:
 
 def _check_not_compiled(model: Any, routers: Sequence[FoundRouter]) -> None:
     """A compiled forward was traced with its own selection, and may not see that a router was wrapped since."""
-    inside = {id(module) for router in routers for module in _around(model, router.site.name)}
-    compiled = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if id(module) in inside
-        and (isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None)
-    ]
+    names = dict.fromkeys(name for router in routers for name in _around(router.site.name))
+    compiled = [name or type(model).__name__ for name in names if _is_compiled(model.get_submodule(name))]
     if compiled:
         raise ValueError(
             f"RouterReplay cannot force a compiled model: {compiled[0]!r} is compiled by torch.compile; replay the "
@@ -250,10 +245,14 @@ def _check_not_compiled(model: Any, routers: Sequence[FoundRouter]) -> None:
         )
 
 
-def _around(model: Any, name: str) -> Iterator[Any]:
-    """A module and all that hold it."""
+def _around(name: str) -> Iterator[str]:
+    """The names of all that hold a module, from the model's, which is empty, to its own."""
     parts = name.split(".")
-    return (model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1))
+    return (".".join(parts[:count]) for count in range(len(parts) + 1))
+
+
+def _is_compiled(module: Any) -> bool:
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _is_checkpointing(model: Any) -> bool:

@@ -128,7 +128,8 @@ class RowsOfForward:
         for name in sorted(set(self._layer_of_site)):
             layer = self._model.get_submodule(name)
             for module in (layer, *layer.children()):
-                yield module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
+                enter = functools.partial(self._enter, name, module is layer)
+                yield module.register_forward_pre_hook(enter, with_kwargs=True)
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         self._running = self._latest = self._find(args, kwargs)
@@ -137,13 +138,13 @@ class RowsOfForward:
     def _end(self, module: Any, args: Any, output: Any) -> None:
         self._running = None
 
-    def _enter(self, layer: str, module: Any, args: Any, kwargs: Any) -> None:
+    def _enter(self, layer: str, is_layer: bool, module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor):
             return
         key = layer, hidden.data_ptr()
         if self._running is not None:
-            if module is self._model.get_submodule(layer):
+            if is_layer:
                 self._begun[key] = self._running, StorageWeakRef(hidden.untyped_storage())
                 self._entered[layer] = self._running, set()
         elif key in self._begun:
