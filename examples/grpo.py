@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from rollout import RolloutClient, RouterReplay, SamplingParams
 from rollout.tiny_moe import MAX_ANSWER_TOKENS, MODEL_PATH, exact_match, problems
 from storage import ReplayBatch, Trace
+from storage.stats import mismatch
 
 CLIP = 0.2
 
@@ -59,13 +60,13 @@ class Mismatch:
     @classmethod
     def of(cls, trainer: torch.Tensor, batch: ReplayBatch) -> Mismatch:
         """From the trainer's log-probabilities `[R, S]`."""
-        difference = trainer.numpy()[batch.completion_mask] - batch.logprobs[batch.completion_mask]
-        ratio = np.exp(difference)
+        sampled = batch.logprobs[batch.completion_mask], trainer.numpy()[batch.completion_mask]
+        difference, measured = sampled[1] - sampled[0], mismatch(*sampled)
         return cls(
-            k3=float(np.mean(ratio - 1 - difference)),
-            clipped=float(np.mean(np.abs(ratio - 1) > CLIP)),
+            k3=measured["k3"],
+            clipped=float(np.mean(np.abs(np.exp(difference) - 1) > CLIP)),
             above_ln2=float(np.mean(np.abs(difference) > np.log(2))),
-            max_abs=float(np.abs(difference).max()),
+            max_abs=measured["max_abs"],
         )
 
 
