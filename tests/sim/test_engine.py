@@ -7,15 +7,10 @@ from functools import cache
 
 import pytest
 
-from tests.sim.engines import FAMILIES, growing_workload, mixed_workload, on_cpu, on_sim, outcome, outcomes, tiny
+from tests.sim.engines import FAMILIES, growing_workload, mixed_workload, on_cpu, on_sim, outcome, outcomes
 from tests.sim.streams import Seeded, copies_late, early, late
 
 ADVERSARIES = {"late": late, "early": early, "copies late": copies_late, "random 1": Seeded(1), "random 2": Seeded(2)}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return cache(lambda family: tiny(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +28,8 @@ def expected(path):
 
 
 @pytest.fixture(scope="module")
-def on_device(path):
-    """One engine per family; an implicit synchronisation is an error from here on."""
-    opened = []
-
-    @cache
-    def build(family):
-        rig = on_sim(path(family))
-        opened.append(rig)
-        rig.sim.syncs.clear()
-        rig.sim.raises = True
-        return rig
-
-    yield build
-    for rig in opened:
-        rig.sim.raises = False
-        rig.built.close()
+def on_device(open_on_device):
+    return open_on_device
 
 
 def test_the_workload_is_what_it_says(expected):

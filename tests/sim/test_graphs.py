@@ -12,16 +12,11 @@ from rollout.cuda_graphs import Buckets, GraphRunner, batch_sizes
 from rollout.device import AcceleratorStream
 from tests.engine_results import assert_alike
 from tests.sim.device import DEVICE, SimDevice
-from tests.sim.engines import FAMILIES, growing_workload, mixed_workload, on_cpu, on_sim, outcomes, tiny
+from tests.sim.engines import FAMILIES, growing_workload, mixed_workload, on_cpu, on_sim, outcomes
 from tests.sim.graphs import NotCapturableError
 from tests.sim.streams import copies_late, late
 
 ADVERSARIES = {"late": late, "copies late": copies_late}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return cache(lambda family: tiny(family, tmp_path_factory.mktemp(family)))
 
 
 def with_tables(rig, sizes=None):
@@ -31,21 +26,8 @@ def with_tables(rig, sizes=None):
 
 
 @pytest.fixture(scope="module")
-def on_device(path):
-    opened = []
-
-    @cache
-    def build(family):
-        rig = on_sim(path(family), disable_cuda_graph=False)
-        opened.append(rig)
-        rig.sim.syncs.clear()
-        rig.sim.raises = True
-        return rig
-
-    yield build
-    for rig in opened:
-        rig.sim.raises = False
-        rig.built.close()
+def on_device(open_on_device):
+    return lambda family: open_on_device(family, disable_cuda_graph=False)
 
 
 @pytest.fixture(scope="module")
