@@ -15,100 +15,40 @@ import numpy as np
 import pyarrow as pa
 
 from storage.arrays import list_array, list_views, route_views, routes_array
-from storage.errors import FormatVersionError, SpecMismatchError
+from storage.columns import (
+    CHECKSUMMED,
+    COLUMNS,
+    FIELDS,
+    FORMAT_VERSION,
+    GATE_DTYPE,
+    NUMPY_LISTS,
+    OPTIONAL,
+    PER_TOKEN,
+    SPEC_KEY,
+    VERSION_KEY,
+    check_same_spec,
+    check_version,
+    spec_of,
+    trace_schema,
+)
 from storage.trace import OPTIONAL_LOGPROBS, RoutingSpec, Trace, WeightSpan
 
-FORMAT_VERSION = "1"
-VERSION_KEY = b"moe_rollout.format_version"
-SPEC_KEY = b"moe_rollout.routing_spec"
-GATE_DTYPE = np.dtype("<f2")
-_PER_TOKEN = ("routed_experts", "gate_weights")
-
-
-def _list(element: pa.DataType) -> pa.ListType:
-    return pa.list_(pa.field("element", element, nullable=False))
-
-
-_SPAN = pa.struct(
-    [
-        pa.field("version", pa.int64(), nullable=False),
-        pa.field("row_start", pa.int32(), nullable=False),
-        pa.field("row_end", pa.int32(), nullable=False),
-    ]
-)
-_FIELDS = (
-    pa.field("sample_id", pa.string(), nullable=False),
-    pa.field("group_id", pa.string(), nullable=False),
-    pa.field("step", pa.int64(), nullable=False),
-    pa.field("prompt_ids", _list(pa.int32()), nullable=False),
-    pa.field("completion_ids", _list(pa.int32()), nullable=False),
-    pa.field("logprobs", _list(pa.float32()), nullable=False),
-    pa.field("raw_logprobs", _list(pa.float32())),
-    pa.field("routed_experts", _list(pa.binary())),
-    pa.field("route_start", pa.int32(), nullable=False),
-    pa.field("route_valid", _list(pa.bool_())),
-    pa.field("weight_version", pa.int64(), nullable=False),
-    pa.field("weight_versions", _list(_SPAN), nullable=False),
-    pa.field("finish_reason", pa.string(), nullable=False),
-    pa.field("stop_reason", pa.string()),  # JSON text: 2 is a token id, "2" a stop string
-    pa.field("seed", pa.int64()),
-    pa.field("sampling_params", pa.string(), nullable=False),  # JSON text
-    pa.field("text", pa.string()),
-    pa.field("reward", pa.float64()),
-    pa.field("metadata", pa.string(), nullable=False),  # JSON text
-    pa.field("error", pa.string()),
-    pa.field("crc32", pa.uint32(), nullable=False),
-    *(pa.field(name, _list(pa.from_numpy_dtype(dtype))) for name, dtype in OPTIONAL_LOGPROBS.items()),
-    pa.field("gate_weights", _list(pa.binary())),
-    pa.field("model", pa.string()),
-)
-_REQUIRED_LISTS = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts")
-_CHECKSUMMED = (*_REQUIRED_LISTS, *OPTIONAL_LOGPROBS, "gate_weights")
-_OPTIONAL = (*OPTIONAL_LOGPROBS, "gate_weights", "model")
-_NUMPY_LISTS = (*_CHECKSUMMED, "route_valid")
-COLUMNS = tuple(field.name for field in _FIELDS)
-
-
-def trace_schema(spec: RoutingSpec, columns: Sequence[str] = COLUMNS) -> pa.Schema:
-    """The Arrow schema of traces of `spec`, or some columns of it, with format version and spec in its metadata."""
-    fields = {field.name: field for field in _FIELDS}
-    chosen = [fields[name] for name in columns]
-    return pa.schema(chosen, metadata={VERSION_KEY: FORMAT_VERSION, SPEC_KEY: spec.to_json()})
-
-
-def spec_of(schema: pa.Schema) -> RoutingSpec:
-    """The RoutingSpec in a schema's metadata; FormatVersionError if there is none this release reads."""
-    metadata = schema.metadata or {}
-    if VERSION_KEY not in metadata or SPEC_KEY not in metadata:
-        raise FormatVersionError(
-            f"the Arrow schema lacks {VERSION_KEY.decode()} and {SPEC_KEY.decode()} metadata: not written by "
-            "moe-rollout, or lost on the way (restore it with table.replace_schema_metadata)"
-        )
-    check_version(metadata[VERSION_KEY].decode(), "the Arrow schema")
-    return RoutingSpec.from_json(metadata[SPEC_KEY])
-
-
-def check_version(version: Any, owner: str) -> None:
-    """Raise FormatVersionError unless `version` is the one this release reads."""
-    if version != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"{owner} has format_version {version!r}, this release of moe-rollout reads {FORMAT_VERSION!r}; "
-            "read it with the release that wrote it, or a newer one"
-        )
-
-
-def check_same_spec(given: RoutingSpec, expected: RoutingSpec, owner: str) -> None:
-    """Raise SpecMismatchError, naming the first difference, unless `given` equals the spec of `owner`."""
-    if given == expected:
-        return
-    difference = f"{expected.num_sites} sites, the given one {given.num_sites}"
-    if given.num_sites == expected.num_sites:
-        pairs = zip(expected.sites, given.sites, strict=True)
-        index, old, new = next((i, old, new) for i, (old, new) in enumerate(pairs) if old != new)
-        difference = f"at site {index} {old}, the given one {new}"
-    raise SpecMismatchError(
-        f"the routing spec of {owner} has {difference}; traces of another model need another dataset"
-    )
+__all__ = [
+    "COLUMNS",
+    "FORMAT_VERSION",
+    "GATE_DTYPE",
+    "SPEC_KEY",
+    "VERSION_KEY",
+    "check_same_spec",
+    "check_version",
+    "conform",
+    "from_table",
+    "set_rewards",
+    "spec_of",
+    "table_problems",
+    "to_table",
+    "trace_schema",
+]
 
 
 def to_table(traces: Sequence[Trace], spec: RoutingSpec) -> pa.Table:
@@ -119,7 +59,7 @@ def to_table(traces: Sequence[Trace], spec: RoutingSpec) -> pa.Table:
             is no JSON; also when the routes of all traces pass 2 GiB.
     """
     rows = [_row(trace, spec) for trace in traces]
-    columns = [_column(field, [row[field.name] for row in rows], spec) for field in _FIELDS]
+    columns = [_column(field, [row[field.name] for row in rows], spec) for field in FIELDS]
     return pa.Table.from_arrays(columns, schema=trace_schema(spec))
 
 
@@ -137,7 +77,7 @@ def _row(trace: Trace, spec: RoutingSpec) -> dict[str, Any]:
         "sampling_params": _json(trace.sampling_params, f"{name}: sampling_params"),
         "metadata": _json(trace.metadata, f"{name}: metadata"),
     }
-    return row | {"crc32": _crc32([row[column] for column in _CHECKSUMMED])}
+    return row | {"crc32": _crc32([row[column] for column in CHECKSUMMED])}
 
 
 def _token_array(ids: list[int], name: str) -> np.ndarray:
@@ -158,7 +98,7 @@ def _column(field: pa.Field, values: list[Any], spec: RoutingSpec) -> pa.Array:
         return routes_array(values, spec, field.type)
     if field.name == "gate_weights":
         return routes_array(values, spec, field.type, GATE_DTYPE)
-    return list_array(values, field.type) if field.name in _NUMPY_LISTS else pa.array(values, field.type)
+    return list_array(values, field.type) if field.name in NUMPY_LISTS else pa.array(values, field.type)
 
 
 def _crc32(arrays: Sequence[np.ndarray | None]) -> int:
@@ -204,20 +144,20 @@ def conform(table: pa.Table) -> pa.Table:
 
     Optional columns that a table written before they existed does not have are null.
     """
-    for name in _OPTIONAL:
+    for name in OPTIONAL:
         if name not in table.column_names:
-            field = next(field for field in _FIELDS if field.name == name)
+            field = next(field for field in FIELDS if field.name == name)
             table = table.append_column(field, pa.nulls(len(table), field.type))
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(f"a trace needs every column, this table has no {missing}")
-    schema = pa.schema(_FIELDS, metadata=table.schema.metadata)
+    schema = pa.schema(FIELDS, metadata=table.schema.metadata)
     return table if table.schema.equals(schema) else table.select(COLUMNS).cast(schema)
 
 
 def _rows(batch: pa.RecordBatch, spec: RoutingSpec) -> Iterator[dict[str, Any]]:
-    scalars = batch.select([name for name in COLUMNS if name not in _NUMPY_LISTS]).to_pylist()
-    views = {name: list_views(batch.column(name)) for name in _NUMPY_LISTS if name not in _PER_TOKEN}
+    scalars = batch.select([name for name in COLUMNS if name not in NUMPY_LISTS]).to_pylist()
+    views = {name: list_views(batch.column(name)) for name in NUMPY_LISTS if name not in PER_TOKEN}
     views["routed_experts"] = route_views(batch.column("routed_experts"), spec)
     views["gate_weights"] = route_views(batch.column("gate_weights"), spec, GATE_DTYPE)
     for row, *arrays in zip(scalars, *views.values(), strict=True):
@@ -225,7 +165,7 @@ def _rows(batch: pa.RecordBatch, spec: RoutingSpec) -> Iterator[dict[str, Any]]:
 
 
 def _trace(row: dict[str, Any], check_crc: bool) -> Trace:
-    if check_crc and row["crc32"] != _crc32([row[column] for column in _CHECKSUMMED]):
+    if check_crc and row["crc32"] != _crc32([row[column] for column in CHECKSUMMED]):
         raise ValueError(f"trace {row['sample_id']!r}: its crc32 is not that of its tokens, logprobs and routes")
     fields = {name: value for name, value in row.items() if name != "crc32"}
     for name in OPTIONAL_LOGPROBS:
