@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from rollout.look_parser import add_look_commands
+
 EPILOG = "Sample over Ray with `python -m actors.pipeline --config run.toml`."
 
 
@@ -85,6 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--num-layers", type=int, metavar="N", help="decoder layers, for an axis with the dense ones")
     export.add_argument("--moe-only", action="store_true", help="a layer axis without the dense layers")
     export.add_argument("--skip-unrecorded", action="store_true", help="leave out samples without routes")
+
+    add_look_commands(commands)
 
     commands.add_parser("families", help="which model families are served, how fast, captured and replayed")
     return parser

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rollout.look import compare as compare
 from storage import TraceDataset, repair_dataset, verify_dataset
 from storage.stats import add_load, load_entropy
 
