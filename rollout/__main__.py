@@ -63,7 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="every round, for programs")
 
     inspect = commands.add_parser("inspect", help="what a dataset holds: steps, samples, tokens, bytes, expert load")
-    inspect.add_argument("dir", metavar="DIR")
+    inspect.add_argument("dir", metavar="DIR", help="directory or URL (s3://bucket/traces)")
+    inspect.add_argument("--step", type=int, metavar="N", help="only this step (default: all)")
+    inspect.add_argument("--slowest", type=int, default=5, metavar="N", help="how many to name (default: %(default)s)")
+    inspect.add_argument("--json", action="store_true", help="all figures, for programs")
 
     verify = commands.add_parser("verify", help="check every file, checksum and row; exit code 1 on problems")
     verify.add_argument("dir", metavar="DIR")

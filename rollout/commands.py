@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from rollout.look import compare as compare
 from storage import TraceDataset, repair_dataset, verify_dataset
-from storage.stats import add_load, load_entropy
+from storage.summary import summarise
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -124,46 +121,16 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print what a dataset holds."""
-    Console().print(inspect_table(options.dir))
+    """Print what a dataset holds, as tables or, with `--json`, as one JSON object."""
+    from rollout.dataset_tables import dataset_tables
+
+    figures = summarise(TraceDataset(options.dir), options.step, slowest=options.slowest)
+    if options.json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return 0
+    for table in dataset_tables(figures):
+        Console().print(table)
     return 0
-
-
-def inspect_table(directory: str) -> Table:
-    """The figures of a dataset, one row each; reads all routes once, row group by row group."""
-    dataset = TraceDataset(directory)
-    reasons: collections.Counter[str] = collections.Counter()
-    rewards: list[float] = []
-    tokens = rows = 0
-    spec = dataset.spec
-    load = [np.zeros(site.num_experts, np.int64) for site in spec.sites]
-    for trace in dataset.iter():
-        reasons[trace.finish_reason] += 1
-        tokens += len(trace.token_ids)
-        rows += trace.route_len
-        if trace.reward is not None:
-            rewards.append(trace.reward)
-        add_load(load, trace, spec)
-    size = sum(file.stat().st_size for file in Path(directory).glob("step-*/*.parquet"))
-    table = Table("figure", "value", title=f"dataset {directory}")
-    figures = {
-        "steps": _span(dataset.steps),
-        "samples": len(dataset),
-        "finish reasons": ", ".join(f"{reason} {count}" for reason, count in reasons.most_common()),
-        "tokens": tokens,
-        "mean reward": f"{np.mean(rewards):.3f} of {len(rewards)} samples" if rewards else "none recorded",
-        "recorded rows": rows,
-        "routers": f"{spec.num_sites} sites, top {spec.top_k}, {spec.row_bytes} bytes per token in memory",
-        "on disk": f"{size / 1e6:.2f} MB, {size / max(tokens, 1):.0f} bytes per token with everything",
-        "load entropy": " ".join(f"{load_entropy(counts):.2f}" for counts in load),
-    }
-    for name, value in figures.items():
-        table.add_row(name, str(value))
-    return table
-
-
-def _span(steps: list[int]) -> str:
-    return f"{len(steps)} ({steps[0]} to {steps[-1]})" if steps else "none committed"
 
 
 def verify(options: argparse.Namespace) -> int:

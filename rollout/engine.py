@@ -227,13 +227,13 @@ class Engine:
             self._fail(step, batch, error)
             return
         self.stats.cached_tokens, self.stats.preemptions = self._scheduler.cached_tokens, self._scheduler.preemptions
-        tokens = sum(work.length for work in batch)
+        tokens, now = sum(work.length for work in batch), time.perf_counter()
         for work in batch:
-            work.request.launched(work.start + work.length, self.weight_version)
+            work.request.launched(work.start + work.length, self.weight_version, now)
         self.stats.forwards += 1
         self.stats.tokens += tokens
         self._in_flight.append(result)
-        self.stats.events.append(StepEvent("launch", step, time.perf_counter(), tokens))
+        self.stats.events.append(StepEvent("launch", step, now, tokens))
 
     def _agree(self, lockstep: Lockstep, batch: list[Work]) -> StepShape | None:
         """The next step's shape; None when no rank has anything to compute."""
@@ -287,6 +287,8 @@ class Engine:
         if request.finish_reason is not None:
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
+        if request.began is not None:
+            request.seconds = time.perf_counter() - request.began
         if request.routes is not None:
             request.routes.seal()
         self._scheduler.release(request)

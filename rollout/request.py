@@ -27,6 +27,7 @@ class Request:
         source: the routes of a prefix that it copied and has no rows of yet.
         epoch: how many updates of the weights there had been when it was first admitted.
         yielded: it had slots, and gave them up to an older request.
+        began, seconds: when its first forward was launched, by `time.perf_counter()`, and how long it then ran.
     """
 
     request: SampleRequest
@@ -50,6 +51,8 @@ class Request:
     source: RequestRoutes | None = None
     epoch: int | None = None
     yielded: bool = False
+    began: float | None = None
+    seconds: float | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -131,8 +134,10 @@ class Request:
         start = self.request.start
         return start is None or {span.version for span in start.weight_versions} == {version}
 
-    def launched(self, end: int, version: int) -> None:
+    def launched(self, end: int, version: int, now: float) -> None:
         """Note that rows up to `end` were launched. Rows computed again keep the version of their first time."""
+        if self.began is None:
+            self.began = now
         if end <= self._rows_launched:
             return
         if not self._versions or self._versions[-1][0] != version:

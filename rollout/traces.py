@@ -39,6 +39,7 @@ def trace_of(request: Request, tokenizer: Any, model: str | None = None) -> Trac
         metadata=asked.metadata,
         error=request.error,
         model=model,
+        seconds=request.seconds,
         **(request.wanted.trace_fields(len(request.output_ids)) if request.wanted is not None else {}),
     )
 

@@ -54,10 +54,11 @@ FIELDS = (
     *(pa.field(name, _list(pa.from_numpy_dtype(dtype))) for name, dtype in OPTIONAL_LOGPROBS.items()),
     pa.field("gate_weights", _list(pa.binary())),
     pa.field("model", pa.string()),
+    pa.field("seconds", pa.float32()),
 )
 _REQUIRED_LISTS = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "routed_experts")
 CHECKSUMMED = (*_REQUIRED_LISTS, *OPTIONAL_LOGPROBS, "gate_weights")
-OPTIONAL = (*OPTIONAL_LOGPROBS, "gate_weights", "model")
+OPTIONAL = (*OPTIONAL_LOGPROBS, "gate_weights", "model", "seconds")
 NUMPY_LISTS = (*CHECKSUMMED, "route_valid")
 COLUMNS = tuple(field.name for field in FIELDS)
 

@@ -80,6 +80,11 @@ class TraceDataset:
         """Number of samples."""
         return self._sources.catalog.num_samples()
 
+    def num_bytes(self) -> int:
+        """Bytes of the Parquet files that hold the committed steps, as their manifests say; files are not read."""
+        catalog = self._sources.catalog
+        return catalog.retry(lambda: sum(f.bytes for name in catalog.folders for f in catalog.manifest(name).files))
+
     def __contains__(self, sample_id: object) -> bool:
         return isinstance(sample_id, str) and self._sources.catalog.find(sample_id) is not None
 

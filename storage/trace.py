@@ -97,6 +97,8 @@ class Trace:
         error: what went wrong when finish_reason is "error".
         model: None, or the fingerprint of config and tokenizer of the model that sampled it.
         gate_weights: None, or float16 like routed_experts: the weight that each chosen expert got.
+        seconds: None, or how long it ran, from the launch of its first forward on. No part of what was sampled: traces
+            that differ in it alone are equal.
         top_ids, top_logprobs, raw_top_logprobs: None, or `[completion, n]`: the model's n most likely tokens (int32)
             where each completion token was sampled, most likely first, and their log-probabilities (float32) under
             the distribution sampled from (-inf when filtered out) and under the model's own.
@@ -137,6 +139,7 @@ class Trace:
     raw_prompt_top_logprobs: np.ndarray | None = None
     model: str | None = None
     gate_weights: np.ndarray | None = None
+    seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         self.prompt_ids = _int_list(self.prompt_ids)
@@ -173,10 +176,10 @@ class Trace:
         return 0 if self.routed_experts is None else len(self.routed_experts)
 
     def __eq__(self, other: object) -> bool:
-        """Equal in every field; arrays by shape and value."""
+        """Equal in every field but `seconds`; arrays by shape and value."""
         if not isinstance(other, Trace):
             return NotImplemented
-        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.compare)
 
     def _fail(self, message: str) -> None:
         raise ValueError(f"trace {self.sample_id!r}: {message}")

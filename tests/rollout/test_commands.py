@@ -59,6 +59,15 @@ def test_inspect_prints_the_figures(demo: Path, capsys: pytest.CaptureFixture[st
     assert "8 sites, top 2, 16 bytes per token" in capsys.readouterr().out
 
 
+def test_inspect_as_json_counts_numbers_and_times_every_sample(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(demo), "--json", "--step", "0", "--slowest", "2"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    longest = sorted((trace.seconds for trace in TraceDataset(demo).iter(0)), reverse=True)
+    assert [each["seconds"] for each in figures["slowest"]] == longest[:2]
+    assert 0 < longest[-1] <= longest[0] < 600
+    assert (figures["samples"], figures["steps"]["count"], figures["seconds_per_sample"]["count"]) == (400, 1, 400)
+
+
 def test_verify_exits_with_1_and_names_the_file_that_was_cut_short(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ from storage import (
     verify_dataset,
 )
 from storage.store import open_store
+from storage.summary import summarise
 from tests.storage.builders import SPEC, make_trace, make_traces
 
 pytest.importorskip("obstore")
@@ -92,6 +93,16 @@ def test_it_is_a_dataset_like_any_other(url: str) -> None:
     assert (dataset.steps, [t.sample_id for t in dataset][:2]) == ([0, 3], ["run/0/0/0", "run/0/1/0"])
     dataset.keep_from(3)
     assert (dataset.steps, len(TraceDataset(url)), dataset.verify()) == ([3], 5, [])
+
+
+def test_figures_count_the_bytes_of_objects(url: str) -> None:
+    commit(url, 0, 3)
+    store = open_store(url)
+    sizes = [
+        store.size(f"{step}/{name}") for step in ("step-000000000", "step-000000003") for name in store.names(step)
+    ]
+    manifests = [store.size(f"{step}/_manifest.json") for step in ("step-000000000", "step-000000003")]
+    assert summarise(TraceDataset(url))["bytes"] == sum(sizes) - sum(manifests) > 1000
 
 
 def test_nothing_is_visible_before_the_manifest_and_nothing_stays_of_what_was_dropped(url: str) -> None:

@@ -117,7 +117,7 @@ def test_one_row_value_by_value() -> None:
             "crc32": zlib.crc32(hashed),
         }
         | dict.fromkeys(OPTIONAL_LOGPROBS)
-        | {"gate_weights": None, "model": None}
+        | {"gate_weights": None, "model": None, "seconds": None}
     ]
 
 
@@ -214,7 +214,7 @@ def test_a_dataset_of_before_optional_logprobs_still_opens(tmp_path: Path) -> No
     commit(tmp_path, 0)
     for path in tmp_path.rglob("*.parquet"):
         table = pq.read_table(path, partitioning=None)
-        pq.write_table(table.drop_columns([*OPTIONAL_LOGPROBS, "gate_weights", "model"]), path)
+        pq.write_table(table.drop_columns([*OPTIONAL_LOGPROBS, "gate_weights", "model", "seconds"]), path)
     dataset = TraceDataset(tmp_path)
     assert sorted(trace.sample_id for trace in dataset.iter()) == [trace.sample_id for trace in make_traces(0)]
     assert dataset.to_arrow()["top_ids"].null_count == len(dataset) == 5
