@@ -31,7 +31,7 @@ def connect(
     >>> pool = connect("rollout/tiny_moe", num_actors=2, engine_options={"dtype": "float32"})
 
     Raises:
-        ValueError: for unknown engine options, before anything starts.
+        ValueError: for unknown engine options, or what the cluster can never hold, before anything starts.
         Exception: what loading the model raised in an actor, in its own type and words.
     """
     check_engine_options(engine_options or {})

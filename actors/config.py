@@ -15,7 +15,7 @@ from rollout.sampling import SamplingParams, StrictModel
 
 
 class ActorOptions(StrictModel):
-    """The `[actors]` table: how many engines, and Ray's resources for each."""
+    """The `[actors]` table: how many engines, and Ray's resources for each, or for each rank of a group."""
 
     num_actors: int = Field(2, ge=1)
     num_cpus: float = Field(1, ge=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from actors.remote import LOST, fetch, first_line
 from actors.slot import ActorSlot
 from actors.watchdog import Watchdog
 from rollout.backend import SampleRequest
+from rollout.config import EngineOptions
 from storage.trace import RoutingSpec
 
 POLL_SECONDS = 0.1
@@ -26,7 +27,8 @@ class Limits:
 
     A chunk is a few prompts, asked of one actor in one call; `outstanding_chunks` calls at most run per actor and
     stream; each holds at most `tables_in_flight` tables that nobody took. `max_attempts` actors may die over one chunk.
-    An actor that has work and computes no token for `stall_seconds` is killed and replaced.
+    An actor that has work and computes no token for `stall_seconds` is killed and replaced. A group of ranks waits at
+    most `placement_seconds` for a node that has room for all of them.
     """
 
     chunk_samples: int = 16
@@ -34,6 +36,14 @@ class Limits:
     tables_in_flight: int = 4
     max_attempts: int = 3
     stall_seconds: float = 300.0
+    placement_seconds: float = 120.0
+
+    @classmethod
+    def for_engine(cls, options: Mapping[str, Any]) -> Limits:
+        """Half more samples outstanding per actor than all its ranks run at once, in chunks of a quarter."""
+        default = EngineOptions.model_fields["max_running_requests"].default
+        running = options.get("max_running_requests", default) * options.get("dp_size", 1)
+        return cls(chunk_samples=max(1, running // 4), outstanding_chunks=6)
 
 
 @dataclass(frozen=True)

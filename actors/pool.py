@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,12 @@ from actors.all_or_none import Round
 from actors.dispatch import Dispatch, Limits
 from actors.finished import RemoteFinished
 from actors.generator import GeneratorActor, local_backend
-from actors.remote import LOST, check_resources, ensure_ray
+from actors.placement import Placement, place
+from actors.remote import LOST, ensure_ray
 from actors.slot import ActorSlot
 from actors.stored_weights import StoredWeights
 from actors.stream import PoolStream
 from rollout.backend import Backend, ModelInfo, PauseMode, SampleRequest, check_pause_mode, known_samples
-from rollout.config import EngineOptions
 from rollout.update_modes import (
     WAITS_FOR_EVER,
     InFlight,
@@ -33,6 +34,7 @@ from rollout.update_modes import (
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 1.0
 WARN_SECONDS = 30.0
 CLOSE_SECONDS = 3.0
 
@@ -47,13 +49,16 @@ class ActorPool(UpdatesByHalves):
     Args:
         model: local path or hub id; a local path must exist on every node.
         num_actors: engines, each with a model of its own.
-        engine_options: passed to the backend.
-        num_cpus, num_gpus, resources, runtime_env: Ray's, per actor. Without `num_threads` in the engine options an
-            actor computes with one thread.
+        engine_options: passed to the backend. With `dp_size` above 1 an engine is a group of ranks, for which a Ray
+            placement group reserves one node's resources, a bundle per rank.
+        num_cpus, num_gpus, resources: Ray's, per actor, or per rank of a group.
+        runtime_env: Ray's. Without `num_threads` in the engine options an actor computes with one thread.
         backend_factory: called as `backend_factory(model, **engine_options)` in the actor.
         limits: bounds of what is in flight; by default sized so that `max_running_requests` stay busy.
 
     Raises:
+        ValueError: the cluster can never hold the actors; naming what is missing.
+        RuntimeError: nothing was free for a group within `limits.placement_seconds`.
         Exception: what loading the model raised in an actor, in its own type and words.
     """
 
@@ -76,15 +81,16 @@ class ActorPool(UpdatesByHalves):
             raise ValueError(f"num_actors is {num_actors}, need at least 1")
         ensure_ray()
         self._resources = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
-        check_resources(num_actors, self._resources)
         engine_options = dict(engine_options or {})
-        self._limits = limits or _limits_for(engine_options)
-        self._make_actor = GeneratorActor.options(
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            resources=dict(resources or {}),
-            runtime_env=_one_thread(runtime_env or {}, engine_options),
-        )
+        self._limits = limits or Limits.for_engine(engine_options)
+        dp_size = int(engine_options.get("dp_size", 1))
+        places = place(num_actors, dp_size, self._resources, self._limits.placement_seconds)
+        self._actor_options: dict[str, Any] = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "resources": dict(resources or {}),
+            "runtime_env": _one_thread(runtime_env or {}, engine_options),
+        }
         self._actor_args = (absolute_if_local(model), engine_options, backend_factory)
         self._weights: tuple[StoredWeights | None, int] = (None, 0)
         self._turns = OneAtATime()
@@ -93,7 +99,8 @@ class ActorPool(UpdatesByHalves):
         self._paused = False
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._slots = [ActorSlot(index, self._start, self._limits.max_attempts) for index in range(num_actors)]
+        attempts = self._limits.max_attempts
+        self._slots = [ActorSlot(index, self._start, attempts, placement) for index, placement in enumerate(places)]
         try:
             self._info, *_ = [self._await_loaded(slot) for slot in self._slots]
         except BaseException:
@@ -256,9 +263,9 @@ class ActorPool(UpdatesByHalves):
         if self._closed.is_set():
             raise RuntimeError("this ActorPool is closed; make a new one")
 
-    def _start(self) -> tuple[Any, Any]:
+    def _start(self, placement: Placement) -> tuple[Any, Any]:
         """Begin an actor with the current weights: its handle and the reference of its `load`."""
-        handle = self._make_actor.remote(*self._actor_args)
+        handle = GeneratorActor.options(**self._actor_options, **placement.begin()).remote(*self._actor_args)
         return handle, handle.load.remote(*self._weights, paused=self._paused, asleep=self._asleep)
 
     def _await_all(self) -> None:
@@ -268,9 +275,12 @@ class ActorPool(UpdatesByHalves):
             self._await_loaded(slot)
 
     def _await_loaded(self, slot: ActorSlot) -> ModelInfo:
+        begun = time.monotonic()
         while slot.ready_handle() is None:
             loading = slot.loading  # None when another thread saw it done in between
-            if loading is not None and not ray.wait([loading], timeout=WARN_SECONDS, fetch_local=False)[0]:
+            waits = loading is not None and not ray.wait([loading], timeout=LOOK_SECONDS, fetch_local=False)[0]
+            if waits and time.monotonic() - begun > WARN_SECONDS:
+                begun = time.monotonic()
                 logger.warning(
                     "generator actor %d waits for %s or still loads; the cluster has %s left, see `ray status`",
                     slot.index,
@@ -283,12 +293,6 @@ class ActorPool(UpdatesByHalves):
 def absolute_if_local(path: str | Path) -> str:
     """An existing local path made absolute, since actors have another working directory; anything else unchanged."""
     return str(Path(path).resolve()) if Path(path).exists() else str(path)
-
-
-def _limits_for(engine_options: Mapping[str, Any]) -> Limits:
-    """Half more samples outstanding per actor than it runs at once, in chunks of a quarter."""
-    running = engine_options.get("max_running_requests", EngineOptions.model_fields["max_running_requests"].default)
-    return Limits(chunk_samples=max(1, running // 4), outstanding_chunks=6)
 
 
 def _one_thread(runtime_env: Mapping[str, Any], engine_options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from actors.placement import Placement
 from actors.remote import LOST, fetch, first_line
 
 logger = logging.getLogger(__name__)
@@ -17,21 +18,24 @@ logger = logging.getLogger(__name__)
 class ActorSlot:
     """Holds an actor and the samples it is busy with. Several streams of the pool share a slot.
 
-    `start` begins a new actor and returns its handle and the reference of its `load`, which brings the current weights
-    and whose answer becomes `info`. `handle` and `loading` change when the actor is replaced, by any thread: to use the
-    actor ask for `ready_handle`.
+    `start` begins a new actor in `placement` and returns its handle and the reference of its `load`, which brings the
+    current weights and whose answer becomes `info`. `handle` and `loading` change when the actor is replaced, by any
+    thread: to use the actor ask for `ready_handle`.
     """
 
-    def __init__(self, index: int, start: Callable[[], tuple[Any, Any]], max_attempts: int) -> None:
+    def __init__(
+        self, index: int, start: Callable[[Placement], tuple[Any, Any]], max_attempts: int, placement: Placement
+    ) -> None:
         self.index = index
         self.outstanding = 0
         self._start = start
+        self._placement = placement
         self._max_attempts = max_attempts
         self._lock = threading.Lock()
         self._deaths = 0
         self._closed = False
         self.info: Any = None
-        self.handle, self.loading = start()
+        self.handle, self.loading = start(placement)
 
     def ready_handle(self) -> Any:
         """The actor, once it has its model, else None; replaces one that died while loading.
@@ -39,6 +43,7 @@ class ActorSlot:
         Whoever uses the answer meets a loaded actor or a dead one, never one that has no model yet.
 
         Raises:
+            RuntimeError: nothing was free for it in time.
             Exception: what loading raised, in its own type.
         """
         with self._lock:
@@ -46,6 +51,7 @@ class ActorSlot:
         if loading is None:
             return handle
         if not ray.wait([loading], timeout=0, fetch_local=False)[0]:
+            self._placement.check()
             return None
         try:
             info = fetch(loading)
@@ -86,10 +92,11 @@ class ActorSlot:
                 ) from error
             logger.warning("generator actor %d died and is replaced: %s", self.index, first_line(error))
             ray.kill(handle)
-            self.handle, self.loading = self._start()
+            self.handle, self.loading = self._start(self._placement)
 
     def close(self) -> None:
-        """Kill the actor for good."""
+        """Kill the actor for good, and give its place back."""
         with self._lock:
             self._closed = True
             ray.kill(self.handle)
+            self._placement.remove()

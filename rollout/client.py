@@ -95,7 +95,12 @@ class RolloutClient:
     ) -> Self:
         """The same over `num_actors` Ray actors with one engine each; traces go to a sink actor, not through here.
 
-        The other arguments are Ray's, per actor. Ray must be initialised, or a local cluster is started.
+        The other arguments are Ray's, per actor; with `dp_size=N` an engine is a group of N ranks on one node, and they
+        count per rank. Ray must be initialised, or a local cluster is started.
+
+        Raises:
+            ValueError: the model, the dataset or an option cannot be used, or the cluster can never hold the actors.
+            RuntimeError: a group found no node with room for all its ranks in time.
         """
         import actors
 
