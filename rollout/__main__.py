@@ -76,6 +76,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="first remove what dead writers left; committed data is never touched",
     )
 
+    archive = commands.add_parser("archive", help="rewrite old steps in a smaller layout; readers see no difference")
+    archive.add_argument("dir", metavar="DIR")
+    archive.add_argument("--before", type=int, required=True, metavar="N", help="steps below N")
+
     export = commands.add_parser("export", help="write the traces of a dataset in a trainer's format")
     export.add_argument("dir", metavar="DIR")
     export.add_argument(

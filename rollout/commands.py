@@ -145,6 +145,14 @@ def verify(options: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
+def archive(options: argparse.Namespace) -> int:
+    """Rewrite the steps before `--before` in the archive layout; see `TraceDataset.archive`."""
+    dataset = TraceDataset(options.dir)
+    for pack in dataset.archive(options.before):
+        sys.stderr.write(f"{options.dir}/{pack}\n")
+    return 0
+
+
 def export(options: argparse.Namespace) -> int:
     """Write the traces of a dataset, or of one step, in a trainer's format; see `storage.convert.export_file`."""
     from storage.convert import export_file

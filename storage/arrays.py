@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -27,15 +28,45 @@ def routes_array(
     row_bytes = spec.num_sites * spec.top_k * dtype.itemsize
     present = [row for row in rows if row is not None]
     total = sum(len(row) for row in present)
-    if total * row_bytes > MAX_ARRAY_BYTES:
-        raise ValueError(
-            f"{len(present)} traces hold {total * row_bytes:,} bytes of routes, an Arrow array holds "
-            f"{MAX_ARRAY_BYTES:,}; encode fewer traces at a time"
-        )
+    _check_bytes(total * row_bytes, len(present))
     flat = np.concatenate([row.reshape(-1) for row in present]) if present else np.empty(0, dtype)
     offsets = np.arange(total + 1, dtype=np.int32) * np.int32(row_bytes)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(flat.astype(dtype, copy=False))]
     return _lists(rows, pa.Array.from_buffers(pa.binary(), total, buffers), type_)
+
+
+def binary_lists(rows: Sequence[np.ndarray | None], type_: pa.ListType) -> pa.ListArray:
+    """One `list<binary>` per array; its values are the bytes of `array[0]`, `array[1]`, ..."""
+    present = [row for row in rows if row is not None]
+    sizes = [np.full(len(row), row.nbytes // max(1, len(row)), np.int64) for row in present]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes]))])
+    _check_bytes(int(offsets[-1]), len(present))
+    flat = np.concatenate([np.empty(0, np.uint8), *(row.reshape(-1).view(np.uint8) for row in present)])
+    buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(flat)]
+    return _lists(rows, pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers), type_)
+
+
+def value_views(column: pa.ListArray) -> Iterator[list[np.ndarray] | None]:
+    """Read-only uint8 views of the values of each list of binaries; ValueError when one is null."""
+    values, bounds = _values_and_bounds(column)
+    if values.null_count:
+        raise ValueError("a column of routes holds a null among the values of a list")
+    _, offset_buffer, data = values.buffers()
+    views: list[np.ndarray] = []
+    if len(values):
+        offsets = np.frombuffer(offset_buffer, np.int32)[values.offset : values.offset + len(values) + 1]
+        flat = np.frombuffer(data, np.uint8) if offsets[-1] else np.empty(0, np.uint8)
+        views = [flat[start:end] for start, end in pairwise(offsets.tolist())]
+    for valid, start, end in zip(column.is_valid().to_pylist(), bounds[:-1], bounds[1:], strict=True):
+        yield views[start:end] if valid else None
+
+
+def _check_bytes(total: int, traces: int) -> None:
+    if total > MAX_ARRAY_BYTES:
+        raise ValueError(
+            f"{traces} traces hold {total:,} bytes of routes, an Arrow array holds {MAX_ARRAY_BYTES:,}; encode fewer "
+            "traces at a time"
+        )
 
 
 def _lists(rows: Sequence[np.ndarray | None], values: pa.Array, type_: pa.ListType) -> pa.ListArray:

@@ -49,12 +49,13 @@ class Catalog:
         self.refresh()
 
     def refresh(self) -> None:
-        """See what was committed, compacted or dropped since. A pack replaces the folders of its steps."""
+        """See what was committed, compacted or dropped since. A pack replaces the folders of its steps, and an archive
+        also the packs of them."""
         self._stamps = self._store.committed()
         self._index: Index | None = None
         self.first_step = first = first_kept_step(self._store)
         own = {step: name for name in self._stamps if (step := step_of_folder(name)) is not None}
-        packs = sorted(name for name in self._stamps if step_of_folder(name) is None)
+        packs = sorted(self._stamps.keys() - own.values(), key=lambda name: (self.manifest(name).archive, name))
         packed = {step: name for name in packs for step, _ in self.manifest(name).steps}
         self._folders = {step: name for step, name in (own | packed).items() if step >= first}
         self.superseded = [name for step, name in own.items() if step in packed or step < first]

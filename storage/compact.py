@@ -1,16 +1,18 @@
-"""Merge many small steps into packs, and delete what nobody reads any more. Readers see the old or the new."""
+"""Merge many small steps into packs, archive cold ones, and delete what nobody reads any more. Readers see the old or
+the new."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 
 from storage.annotations import drop_annotations
-from storage.catalog import Catalog
+from storage.catalog import Catalog, Place
 from storage.errors import DamagedDataError
-from storage.manifest import Manifest, read_spec, step_folder, step_of_folder
+from storage.manifest import read_spec, step_of_folder
 from storage.open_folder import OpenFolder, new_place
 from storage.part_reader import PartReader
 from storage.retention import first_kept_step
@@ -33,8 +35,20 @@ def compact(store: Store, max_bytes: int) -> list[str]:
     return packs
 
 
+def archive(store: Store, before: int, max_bytes: int) -> list[str]:
+    """Rewrite steps below `before` in the layout of storage/archive.py, merged while they stay within `max_bytes`.
+
+    Published like a pack and preferred to the folders and packs it was made from, which are then deleted. Archives, and
+    packs that reach `before`, stay as they are. Returns the names of the new packs.
+    """
+    spec, catalog = read_spec(store), Catalog(store)
+    packs = [_pack(store, catalog, spec, steps, max_bytes, archive=True) for steps in _cold(catalog, before, max_bytes)]
+    remove_superseded(store)
+    return packs
+
+
 def remove_superseded(store: Store) -> None:
-    """Delete folders whose steps are in a pack or were dropped, and the annotations of dropped steps."""
+    """Delete folders whose steps are in a pack or an archive or were dropped, and the annotations of dropped steps."""
     for folder in Catalog(store).superseded:
         logger.info("removing %s: its steps are in a pack, or were dropped", store.url(folder))
         store.remove(folder)
@@ -59,12 +73,34 @@ def _runs(catalog: Catalog, max_bytes: int) -> Iterator[list[int]]:
         yield run
 
 
-def _pack(store: Store, catalog: Catalog, spec: RoutingSpec, steps: list[int], max_bytes: int) -> str:
-    name = f"pack-{steps[0]:09d}-{steps[-1]:09d}-{uuid.uuid4().hex[:8]}"
-    folder = OpenFolder(new_place(store, "pack", name), spec, max_bytes)
+def _cold(catalog: Catalog, before: int, max_bytes: int) -> Iterator[list[int]]:
+    """The steps of neighbouring folders below `before` that are no archive yet; one large folder may be alone."""
+    steps_of: defaultdict[str, list[int]] = defaultdict(list)
+    for step in catalog.steps:
+        steps_of[catalog.folder(step)].append(step)
+    run: list[int] = []
+    size = 0
+    for folder, steps in steps_of.items():
+        manifest = catalog.manifest(folder)
+        bytes_ = sum(file.bytes for file in manifest.files)
+        stays = manifest.archive or steps[-1] >= before
+        if run and (stays or size + bytes_ > max_bytes):
+            yield run
+            run, size = [], 0
+        if not stays:
+            run, size = run + steps, size + bytes_
+    if run:
+        yield run
+
+
+def _pack(
+    store: Store, catalog: Catalog, spec: RoutingSpec, steps: list[int], max_bytes: int, *, archive: bool = False
+) -> str:
+    name = f"pack-{min(steps):09d}-{max(steps):09d}-{uuid.uuid4().hex[:8]}"
+    folder = OpenFolder(new_place(store, "pack", name), spec, max_bytes, archive=archive)
     try:
         for step in steps:
-            _copy(store, step_folder(step), catalog.manifest(step_folder(step)), spec, folder)
+            _copy(store, catalog.places(step), spec, folder)
         folder.seal([(step, len(catalog.sample_ids(step))) for step in steps])
         with staging_lock(store.root) if isinstance(store, LocalStore) else nullcontext():
             folder.publish()
@@ -72,17 +108,17 @@ def _pack(store: Store, catalog: Catalog, spec: RoutingSpec, steps: list[int], m
         folder.remove()
         raise
     folder.settle()
-    logger.info("packed %d steps into %s", len(steps), store.url(name))
+    logger.info("%s %d steps into %s", "archived" if archive else "packed", len(steps), store.url(name))
     return name
 
 
-def _copy(store: Store, source: str, manifest: Manifest, spec: RoutingSpec, target: OpenFolder) -> None:
-    for file in manifest.files:
-        with PartReader.open(store, f"{source}/{file.path}", spec) as part:
+def _copy(store: Store, places: Iterable[Place], spec: RoutingSpec, target: OpenFolder) -> None:
+    for place in places:
+        with PartReader.open(store, place.name, spec) as part:
             found: list[str] = []
-            for table in part.tables(0, part.num_rows):
+            for table in part.tables(place.start, place.stop):
                 part.decode(table)  # checks every crc32: damage must not be copied
                 found += table.column("sample_id").to_pylist()
                 target.write(table)
-        if found != file.sample_ids:
-            raise DamagedDataError(f"{store.url(source)}/{file.path}: its sample_ids are not those in its manifest")
+        if found != place.sample_ids:
+            raise DamagedDataError(f"{store.url(place.name)}: its sample_ids are not those in its manifest")

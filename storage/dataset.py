@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from storage.annotations import Annotations, write_annotation
 from storage.catalog import Catalog, Place
-from storage.compact import compact, remove_superseded
+from storage.compact import archive, compact, remove_superseded
 from storage.manifest import read_frozen_recompute, read_spec
 from storage.retention import keep_from
 from storage.scan import Row, Sources, iter_batches, iter_traces, read_rows, read_sample
@@ -178,6 +178,18 @@ class TraceDataset:
         """Merge many small steps into packs of about `max_bytes`; see `storage.compact.compact`. Steps, samples and
         annotations stay what they are. Other programs find the files with `traces/*-*/*.parquet`."""
         packs = compact(self._sources.store, max_bytes)
+        self.refresh()
+        return packs
+
+    def archive(self, before: int, max_bytes: int = 256 << 20) -> list[str]:
+        """Rewrite the steps below `before` for cold storage, about `max_bytes` to a pack; see `storage.compact`.
+
+        Everything here reads them as before. Other programs find `routed_experts_by_site` instead of `routed_experts`.
+
+        >>> ds.archive(before=100)
+        ['pack-000000000-000000099-5c0f5c0f']
+        """
+        packs = archive(self._sources.store, before, max_bytes)
         self.refresh()
         return packs
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from storage.archive import ARCHIVE
 from storage.errors import DamagedDataError, FormatVersionError, MissingDataError
 from storage.schema import FORMAT_VERSION, check_version
 from storage.trace import RoutingSpec
@@ -79,6 +80,7 @@ class Manifest:
 
     files: list[PartFile]
     steps: list[tuple[int, int]]  # (step, number of samples)
+    archive: bool = False  # the layout of the files, see storage/archive.py
 
     @classmethod
     def of_step(cls, step: int, files: list[PartFile]) -> Manifest:
@@ -111,7 +113,8 @@ class Manifest:
         """Inverse of `from_json`."""
         several: dict[str, Any] = {"steps": self.steps, "samples": sum(count for _, count in self.steps)}
         one = {"step": self.steps[0][0], "samples": self.steps[0][1]}
-        head = {"format_version": FORMAT_VERSION} | (one if len(self.steps) == 1 else several)
+        head: dict[str, Any] = {"format_version": FORMAT_VERSION} | ({"layout": ARCHIVE} if self.archive else {})
+        head |= one if len(self.steps) == 1 and not self.archive else several
         return json.dumps(head | {"files": [asdict(file) for file in self.files]}, indent=1)
 
     @classmethod
@@ -119,9 +122,15 @@ class Manifest:
         """Parse and check; raises ValueError, KeyError or TypeError on anything but a manifest."""
         raw: dict[str, Any] = json.loads(text)
         check_version(raw["format_version"], "the manifest")
+        if (layout := raw.get("layout")) not in (None, ARCHIVE):
+            raise FormatVersionError(
+                f"the manifest has layout {layout!r}, this release of moe-rollout reads {ARCHIVE!r}"
+            )
         files = [PartFile(**file) for file in raw["files"]]
         steps = raw["steps"] if "steps" in raw else [[raw["step"], raw["samples"]]]
-        manifest = cls(files, [(_count(step, "step"), _count(count, "samples")) for step, count in steps])
+        manifest = cls(
+            files, [(_count(step, "step"), _count(count, "samples")) for step, count in steps], layout is not None
+        )
         total = sum(file.rows for file in files)
         if not raw["samples"] == sum(count for _, count in manifest.steps) == total:
             raise ValueError(f"it counts {raw['samples']} samples and lists {total}")

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from storage.archive import ARCHIVE_LEVEL, archive_schema, to_archive
 from storage.durable import fsync_directory, write_durably
 from storage.manifest import MANIFEST_FILE, Manifest, PartFile
 from storage.part import ROW_GROUP_SAMPLES, Compression, DigestFile, PartWriter
@@ -37,13 +38,22 @@ class Place(Protocol):
 
 
 class OpenFolder:
-    """Parts of a step or of a pack, one row group in memory."""
+    """Parts of a step or of a pack, one row group in memory; with `archive` in the layout of storage/archive.py."""
 
-    def __init__(self, place: Place, spec: RoutingSpec, max_part_bytes: int, compression: Compression = "zstd") -> None:
+    def __init__(
+        self,
+        place: Place,
+        spec: RoutingSpec,
+        max_part_bytes: int,
+        compression: Compression = "zstd",
+        *,
+        archive: bool = False,
+    ) -> None:
         self.sample_ids: set[str] = set()
-        self._place = place
-        self._schema = trace_schema(spec)
+        self._place, self._spec, self._archive = place, spec, archive
+        self._schema = archive_schema(spec) if archive else trace_schema(spec)
         self._max_part_bytes, self._compression = max_part_bytes, compression
+        self._level = ARCHIVE_LEVEL if archive else 1
         self._files: list[PartFile] = []
         self._part: tuple[str, PartWriter] | None = None
 
@@ -52,8 +62,9 @@ class OpenFolder:
         for start in range(0, len(table), ROW_GROUP_SAMPLES):
             if self._part is None:
                 name, file = self._place.new_part(len(self._files))
-                self._part = name, PartWriter(file, self._schema, self._compression)
-            self._part[1].write(table.slice(start, ROW_GROUP_SAMPLES))
+                self._part = name, PartWriter(file, self._schema, self._compression, self._level)
+            rows = table.slice(start, ROW_GROUP_SAMPLES)
+            self._part[1].write(to_archive(rows, self._spec) if self._archive else rows)
             if self._part[1].bytes_written >= self._max_part_bytes:
                 self._close_part()
         self.sample_ids.update(table.column("sample_id").to_pylist())
@@ -61,7 +72,7 @@ class OpenFolder:
     def seal(self, steps: list[tuple[int, int]]) -> None:
         """Close the files and prepare a manifest of these steps and their numbers of samples."""
         self._close_part()
-        self._place.seal(Manifest(self._files, steps).to_json().encode())
+        self._place.seal(Manifest(self._files, steps, self._archive).to_json().encode())
 
     def publish(self) -> None:
         """Appear; FileExistsError when something is there."""

@@ -23,7 +23,7 @@ _SMALL = ("sample_id", "group_id", "step", "weight_version", "finish_reason", "r
 class PartWriter:
     """Writes `file` in row groups of at most 16 samples or about 32 MiB, buffering at most one row group."""
 
-    def __init__(self, file: DigestFile, schema: pa.Schema, compression: Compression = "zstd") -> None:
+    def __init__(self, file: DigestFile, schema: pa.Schema, compression: Compression = "zstd", level: int = 1) -> None:
         self.sample_ids: list[str] = []
         self._file = file
         self._pending = schema.empty_table()
@@ -31,7 +31,7 @@ class PartWriter:
             self._file,
             schema,
             compression=compression,
-            compression_level=1 if compression == "zstd" else None,
+            compression_level=level if compression == "zstd" else None,
             use_dictionary=list(_REPETITIVE),
             write_statistics=list(_SMALL),
             write_page_checksum=True,

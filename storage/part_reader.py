@@ -11,7 +11,10 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
+from storage.archive import archive_schema, from_archive, is_archived, stored_names
+from storage.columns import PER_TOKEN
 from storage.errors import DamagedDataError, DatasetError, MissingDataError
+from storage.filters import columns_with
 from storage.schema import check_same_spec, conform, from_table, spec_of, table_problems, trace_schema
 from storage.store import Store
 from storage.trace import RoutingSpec, Trace
@@ -33,6 +36,7 @@ class PartReader:
             try:
                 self._parquet = pq.ParquetFile(file, page_checksum_verification=True)
                 check_same_spec(spec_of(self._parquet.schema_arrow), spec, "the dataset")
+                self.archived = is_archived(self._parquet.schema_arrow)
             except BaseException:
                 file.close()
                 raise
@@ -62,7 +66,8 @@ class PartReader:
     def row_group(self, group: int) -> pa.Table:
         """One row group."""
         with self._naming_the_file():
-            return conform(self._parquet.read_row_group(group, use_threads=False))
+            table = self._parquet.read_row_group(group, use_threads=False)
+            return conform(from_archive(table, self._spec) if self.archived else table)
 
     def tables(self, start: int, stop: int) -> Iterator[pa.Table]:
         """Rows `[start, stop)`, one row group at a time."""
@@ -83,11 +88,25 @@ class PartReader:
 
     def batches(self, columns: Sequence[str], filter: pc.Expression | None) -> Iterator[pa.RecordBatch]:
         """The rows that pass `filter`, some columns; row groups whose statistics exclude it are not read."""
+        named = columns_with(columns, filter)
+        if not self.archived or not set(PER_TOKEN) & set(named):
+            yield from self._scan(trace_schema(self._spec), columns, filter)
+            return
+        late = filter if set(PER_TOKEN) & set(columns_with([], filter)) else None
+        schema, chosen = archive_schema(self._spec), stored_names(named if late is not None else columns)
+        for batch in self._scan(schema, chosen, None if late is not None else filter):
+            with self._naming_the_file():
+                table = from_archive(pa.table(batch), self._spec)
+            yield from pads.dataset(table).scanner(columns=list(columns), filter=late).to_batches()
+
+    def _scan(
+        self, schema: pa.Schema, columns: Sequence[str], filter: pc.Expression | None
+    ) -> Iterator[pa.RecordBatch]:
         options = pads.ParquetFragmentScanOptions(page_checksum_verification=True, pre_buffer=False)
         with self._naming_the_file():
             fragment = pads.ParquetFileFormat(default_fragment_scan_options=options).make_fragment(self._file)
             scanner = fragment.scanner(
-                schema=trace_schema(self._spec),
+                schema=schema,
                 columns=list(columns),
                 filter=filter,
                 batch_size=SCAN_ROWS,
@@ -96,8 +115,8 @@ class PartReader:
                 use_threads=False,
             )
             batches = scanner.to_batches()
-        schema = trace_schema(self._spec, columns)
-        while (batch := self._next(batches, schema)) is not None:
+        expected = pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
+        while (batch := self._next(batches, expected)) is not None:
             yield batch
 
     def problems(self) -> Iterator[str]:

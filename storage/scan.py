@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -15,9 +14,9 @@ import pyarrow.dataset as pads
 from storage.annotations import Annotations, join
 from storage.catalog import Catalog, Place
 from storage.errors import MissingDataError
+from storage.filters import both, columns_with
 from storage.part import ROW_GROUP_SAMPLES
 from storage.part_reader import PartReader, open_part
-from storage.schema import COLUMNS
 from storage.store import Store
 from storage.trace import RoutingSpec, Trace
 
@@ -107,25 +106,15 @@ def iter_batches(
         facts = sources.annotations.of(wanted)
         chosen = None if _is_whole(place) else pc.field("step").isin(wanted)
         if not facts:
-            yield from part.batches(columns, _both(chosen, filter))
+            yield from part.batches(columns, both(chosen, filter))
             continue
-        for batch in part.batches(_needed(columns, filter), chosen):
+        for batch in part.batches(columns_with([*columns, "sample_id"], filter), chosen):
             table = join(pa.table(batch), facts)
             yield from pads.dataset(table).scanner(columns=list(columns), filter=filter).to_batches()
 
 
 def _is_whole(place: Place) -> bool:
     return (place.start, place.stop) == (0, place.file.rows)
-
-
-def _both(one: pc.Expression | None, other: pc.Expression | None) -> pc.Expression | None:
-    return one & other if one is not None and other is not None else one if one is not None else other
-
-
-def _needed(columns: Sequence[str], filter: pc.Expression | None) -> list[str]:
-    """`columns`, sample_id, and those that the text of the filter names: an expression does not list its fields."""
-    words = set(re.findall(r"\w+", str(filter)))
-    return [name for name in COLUMNS if name in {*columns, "sample_id"} | words]
 
 
 def _parts(sources: Sources, steps: Sequence[int]) -> Iterator[tuple[Place, PartReader, list[int]]]:

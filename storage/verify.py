@@ -64,7 +64,7 @@ def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
             yield str(error)
             continue
         for file in manifest.files:
-            yield from _file_problems(store, Place(f"{folder}/{file.path}", file, 0, file.rows), spec)
+            yield from _file_problems(store, Place(f"{folder}/{file.path}", file, 0, file.rows), spec, manifest)
             yield from _step_problems(store, folder, file, manifest, spec)
         for step, _ in manifest.steps:
             for sample_id in (sample_id for extent in manifest.extents(step) for sample_id in extent.sample_ids):
@@ -84,7 +84,7 @@ def _superseded(store: Store) -> set[str]:
         return set()
 
 
-def _file_problems(store: Store, place: Place, spec: RoutingSpec) -> Iterator[str]:
+def _file_problems(store: Store, place: Place, spec: RoutingSpec, manifest: Manifest) -> Iterator[str]:
     url, file, size = store.url(place.name), place.file, store.size(place.name)
     if size is None:
         yield f"{url}: is missing"
@@ -95,6 +95,8 @@ def _file_problems(store: Store, place: Place, spec: RoutingSpec) -> Iterator[st
         yield f"{url}: its sha256 is not the one in its manifest"
     try:
         with PartReader.open(store, place.name, spec) as part:
+            if part.archived != manifest.archive:
+                yield f"{url}: its layout is not the one in its manifest"
             yield from part.problems()
             ids = [
                 sample_id for batch in part.batches(["sample_id"], None) for sample_id in batch.column(0).to_pylist()

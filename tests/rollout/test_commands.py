@@ -13,6 +13,7 @@ import pytest
 from rollout.__main__ import main
 from rollout.tiny_moe import MODEL_PATH
 from storage import TraceDataset
+from tests.storage.builders import commit
 
 HELP_IMPORTS = """
 import sys
@@ -80,6 +81,16 @@ def test_verify_exits_with_1_and_names_the_file_that_was_cut_short(
     finally:
         part.write_bytes(content)
     assert part.name in capsys.readouterr().out
+
+
+def test_archive_rewrites_the_old_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 0, 1, 2)
+    before = list(TraceDataset(tmp_path))
+    assert main(["archive", str(tmp_path), "--before", "2"]) == 0
+    (pack,) = tmp_path.glob("pack-000000000-000000001-*")
+    assert capsys.readouterr().err == f"{pack}\n"
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000002"]
+    assert list(TraceDataset(tmp_path)) == before
 
 
 def test_sample_reads_stdin_and_prints_json_lines(

@@ -91,6 +91,10 @@ def test_it_is_a_dataset_like_any_other(url: str) -> None:
     assert (len(TraceDataset(url)), dataset.verify()) == (10, [])
     dataset.compact()
     assert (dataset.steps, [t.sample_id for t in dataset][:2]) == ([0, 3], ["run/0/0/0", "run/0/1/0"])
+    expected = list(dataset)
+    (archive,) = dataset.archive(before=4)
+    assert (list(TraceDataset(url)), dataset.verify()) == (expected, [])
+    assert [name for name in open_store(url).names() if name.startswith("pack-")] == [archive]
     dataset.keep_from(3)
     assert (dataset.steps, len(TraceDataset(url)), dataset.verify()) == ([3], 5, [])
 
