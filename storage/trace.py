@@ -13,18 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from storage.spec import RoutingSpec, Site
-
-__all__ = [
-    "FINISH_REASONS",
-    "OPTIONAL_LOGPROBS",
-    "FinishReason",
-    "RoutingSpec",
-    "Site",
-    "Trace",
-    "WeightSpan",
-    "expected_rows",
-]
+from storage.spec import RoutingSpec as RoutingSpec
+from storage.spec import Site as Site
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
@@ -174,6 +164,15 @@ class Trace:
     def route_len(self) -> int:
         """Rows held: 0 when capture was off."""
         return 0 if self.routed_experts is None else len(self.routed_experts)
+
+    @property
+    def phase(self) -> np.ndarray:
+        """`[route_len]`, "prefill" where a prompt token was the input, "decode" where a completion token was.
+
+        >>> t.routed_experts[t.phase == "decode"]  # of the example: row 2, the input was token 9
+        """
+        positions = np.arange(self.route_start, self.route_start + self.route_len)
+        return np.where(positions < len(self.prompt_ids), "prefill", "decode")
 
     def __eq__(self, other: object) -> bool:
         """Equal in every field but `seconds`; arrays by shape and value."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
+import duckdb
 import numpy as np
 import pytest
 
-from storage import RoutingSpec, Site, WeightSpan
+from storage import RoutingSpec, Site, TraceDataset, TraceWriter, WeightSpan
 from storage.trace import expected_rows
 from tests.storage.builders import SPEC, make_trace
+from tests.storage.toy import LONG_IDS, TOY, holed_trace, long_trace, short_trace, toy_trace
 
 
 @pytest.mark.parametrize(("num_experts", "dtype", "row_bytes"), [(256, np.uint8, 6), (257, np.uint16, 12)])
@@ -108,3 +113,32 @@ def test_equality_compares_array_contents() -> None:
     assert other != make_trace(1, 2)
     assert make_trace(routed_experts=None) != make_trace()
     assert make_trace().__eq__("a") is NotImplemented
+
+
+def test_the_phase_of_each_row_is_where_its_token_came_from() -> None:
+    long = long_trace()  # tokens 11 12 | 13 14: the inputs of its three rows are 11, 12 and 13
+    assert long.phase.tolist() == ["prefill", "prefill", "decode"]
+    assert long.routed_experts[long.phase == "decode"].tolist() == [LONG_IDS[2]]
+    assert holed_trace().phase.tolist() == ["prefill", "decode"]  # begins with the row of 12
+    assert toy_trace("scored", [11, 12, 13], [], LONG_IDS).phase.tolist() == ["prefill"] * 3
+    assert dataclasses.replace(long, routed_experts=None).phase.tolist() == []
+
+
+def test_sql_finds_the_phase_from_the_columns(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path, TOY) as writer:
+        writer.write([long_trace(), holed_trace(), short_trace()], step=0)
+        writer.commit(0)
+    rows = "unnest(range(len(routed_experts))) as j, sample_id, route_start, len(prompt_ids) as prompt"
+    query = (
+        f"select sample_id, sum((route_start + j < prompt)::int) from (select {rows} from '{tmp_path}/*-*/*.parquet')"
+    )
+    found = dict(duckdb.sql(f"{query} group by sample_id").fetchall())
+    assert (
+        found
+        == {t.sample_id: (t.phase == "prefill").sum() for t in TraceDataset(tmp_path)}
+        == {
+            "long": 2,
+            "holed": 1,
+            "short": 1,
+        }
+    )
