@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="sample over Ray with N actors (default: in process)",
     )
+    sample.add_argument("--timeline", metavar="FILE", help="also write when each step ran, for `plot --timeline FILE`")
 
     bench = commands.add_parser("bench", help="tokens/s and ratios: recording, overlap, batch invariance, transformers")
     bench.add_argument("--sizes", default="small", metavar="LIST", help="random models: small,mid (default: small)")

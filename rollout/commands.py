@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from rollout.look import compare as compare
+from rollout.plot import plot as plot
+from rollout.plot import report as report
 from storage import TraceDataset, repair_dataset, verify_dataset
 from storage.summary import summarise
 
@@ -27,6 +29,7 @@ def sample(options: argparse.Namespace) -> int:
     """Sample each prompt and print one JSON object per completion, in prompt order."""
     from rollout.client import RolloutClient
     from rollout.sampling import SamplingParams
+    from rollout.timeline import write_timeline
 
     params = SamplingParams(
         temperature=options.temperature,
@@ -38,6 +41,8 @@ def sample(options: argparse.Namespace) -> int:
         stop=tuple(options.stop),
     )
     prompts = read_prompts(options.prompts)
+    if options.timeline and options.num_actors:
+        raise ValueError("--timeline times the engine of this process; leave --num-actors out")
     arguments: dict[str, Any] = {"traces": options.traces, "dtype": options.dtype}
     if options.num_actors:
         client = RolloutClient.ray(options.model, num_actors=options.num_actors, **arguments)
@@ -45,6 +50,8 @@ def sample(options: argparse.Namespace) -> int:
         client = RolloutClient.local(options.model, **arguments)
     with client:
         traces = client.sample(prompts, num_samples=options.num_samples, sampling_params=params)
+        if options.timeline:
+            write_timeline(client.backend.stats.events, options.timeline)  # type: ignore[attr-defined]
     for trace in traces:
         record = {
             "sample_id": trace.sample_id,

@@ -1,0 +1,81 @@
+"""The survey of routes written out by hand, and of random ones against DuckDB."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+
+from storage import RoutingSpec, Trace
+from storage.stats import load_entropy
+from storage.survey import Survey, survey_dataset
+from tests.storage.builders import ONE, SPEC, make_pair, make_traces
+from tests.storage.test_drift import written
+from tests.storage.toy import TOY, holed_trace, long_trace, short_trace
+
+
+def test_figures_of_one_step_by_hand() -> None:
+    survey = Survey(TOY)
+    survey.add_step(4, [long_trace(), short_trace()])
+    assert (survey.steps, survey.samples, survey.rows, survey.neighbours) == ([4], 2, 4, 2)
+    assert [load.tolist() for load in survey.load()] == [[2, 3, 2, 1], [2, 1, 2, 3]]
+    assert survey.reuse().tolist() == [2 / 4, 2 / 4]
+    assert survey.chance().tolist() == [(4 + 9 + 4 + 1) / 16 / 2, (4 + 1 + 4 + 9) / 16 / 2]
+    assert survey.entropy().tolist() == [[load_entropy(np.array(counts)) for counts in ([2, 3, 2, 1], [2, 1, 2, 3])]]
+
+
+def test_missing_rows_are_no_neighbours_and_count_nothing() -> None:
+    survey = Survey(TOY)
+    survey.add_step(0, [holed_trace(), replace(long_trace(), routed_experts=None)])
+    survey.add_step(1, [replace(long_trace(), routed_experts=None)])
+    assert (survey.steps, survey.samples, survey.rows, survey.neighbours) == ([0], 3, 1, 0)
+    with pytest.raises(ValueError, match="no two neighbouring tokens"):
+        survey.reuse()
+
+
+def test_versions_by_hand() -> None:
+    survey = Survey(ONE)
+    survey.add_step(0, make_pair())  # version 0 chose 5, 8 and 9, version 1 chose 7
+    assert survey.moved_between(0, 1).tolist() == [1.0]
+    survey.add_step(1, [replace(make_pair()[1], sample_id="later", weight_version=1, weight_versions=[(1, 0, 2)])])
+    assert survey.moved_between(0, 1).tolist() == [1 / 3]  # 5 8 9 against 7 8 9
+
+
+def test_moved_by_chance_is_what_equal_routers_show() -> None:
+    """200 pairs of versions with one router: top 2 of 16 experts with unequal odds, 60 and 90 rows."""
+    rng, spec = np.random.default_rng(0), RoutingSpec.uniform(num_sites=1, num_experts=16, top_k=2)
+    expected, seen = [], []
+    for _ in range(200):
+        ids = np.argsort(-rng.gumbel(size=(150, 1, 16)) - np.linspace(0, 2, 16), axis=-1)[..., :2]
+        survey = Survey(spec)
+        tokens = {"prompt_ids": [1] * 60, "completion_ids": [1] * 91, "logprobs": np.zeros(91), "finish_reason": "stop"}
+        spans = [(0, 0, 60), (1, 60, 150)]
+        survey.add_step(0, [Trace("s", 0, routed_experts=ids.astype(np.uint8), weight_versions=spans, **tokens)])
+        expected.append(survey.moved_by_chance(0, 1)[0])
+        seen.append(survey.moved_between(0, 1)[0])
+    assert np.mean(expected) == pytest.approx(np.mean(seen), rel=0.05)
+
+
+def test_load_of_random_steps_against_duckdb(tmp_path: Path) -> None:
+    dataset = written(tmp_path / "ds", SPEC, [*make_traces(0), *make_traces(3)])
+    query = (
+        "select step, cast(('0x' || substr(hex(row), 5, 2)) as int) as expert, count(*) from "  # site 1, first of two
+        f"(select step, unnest(routed_experts) as row from '{tmp_path}/ds/*-*/*.parquet') group by step, expert"
+    )
+    expected = {0: np.zeros(16, int), 3: np.zeros(16, int)}
+    for offset in (5, 7):
+        for step, expert, count in duckdb.sql(query.replace("row), 5", f"row), {offset}")).fetchall():
+            expected[step][expert] += count
+    survey = survey_dataset(dataset)
+    assert survey.load()[1].tolist() == (expected[0] + expected[3]).tolist()
+    assert survey.entropy()[:, 1].tolist() == pytest.approx([load_entropy(expected[0]), load_entropy(expected[3])])
+    assert survey_dataset(dataset, 3).load()[1].tolist() == expected[3].tolist()
+
+
+def test_a_dataset_without_routes_is_refused(tmp_path: Path) -> None:
+    dataset = written(tmp_path / "ds", TOY, [replace(long_trace(), routed_experts=None)])
+    with pytest.raises(ValueError, match=r"none of the 1 samples of .* has recorded routes"):
+        survey_dataset(dataset)
