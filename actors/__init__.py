@@ -74,8 +74,13 @@ def fetch(refs: Sequence[Any], *, dp_rank: int, dp_size: int, sizes: Sequence[in
     return fetch_rank(refs, dp_rank=dp_rank, dp_size=dp_size, sizes=sizes)
 
 
-def open_recorder(traces: str | Path, spec: RoutingSpec, frozen_recompute: bool = True) -> RemoteRecorder:
-    """Start the sink actor on this node and open the dataset `traces` for writing.
+def open_recorder(
+    traces: str | Path,
+    spec: RoutingSpec,
+    frozen_recompute: bool = True,
+    run: Mapping[str, Any] | None = None,
+) -> RemoteRecorder:
+    """Start the sink actor on this node and open the dataset `traces` for writing; `run` as in `TraceWriter`.
 
     >>> recorder = open_recorder("traces/", pool.info.spec)
 
@@ -88,4 +93,5 @@ def open_recorder(traces: str | Path, spec: RoutingSpec, frozen_recompute: bool 
 
     ensure_ray()
     root = str(traces)
-    return RemoteRecorder(root if "://" in root else Path(root).resolve(), spec, frozen_recompute=frozen_recompute)
+    where = root if "://" in root else Path(root).resolve()
+    return RemoteRecorder(where, spec, frozen_recompute=frozen_recompute, run=run)

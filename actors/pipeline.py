@@ -32,6 +32,7 @@ def ray_client(config: PipelineConfig) -> Any:
         config.model,
         traces=config.traces,
         run=config.run,
+        run_config=config.model_dump(mode="json", exclude={"model", "run", "actors", "engine"}),
         **config.actors.model_dump(),
         **config.engine.model_dump(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,20 @@ class SinkDiedError(RuntimeError):
 class Sink:
     """One TraceWriter. It is opened by a call of its own, so that errors keep their type."""
 
-    def __init__(self, root: str, spec: RoutingSpec, frozen_recompute: bool = True) -> None:
-        self._frozen_recompute = frozen_recompute
+    def __init__(
+        self,
+        root: str,
+        spec: RoutingSpec,
+        frozen_recompute: bool = True,
+        run: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {"frozen_recompute": frozen_recompute, "run": run}
         self._root, self._spec = root, spec
         self._staged: set[int] = set()
 
     def open(self) -> None:
         """Open the dataset for writing."""
-        self._writer = TraceWriter(self._root, self._spec, frozen_recompute=self._frozen_recompute)
+        self._writer = TraceWriter(self._root, self._spec, **self._options)
 
     def write(self, table: pa.Table, step: int, rewards: dict[str, float] | None) -> None:
         """Stage one table; traces that ended in an error are left out."""
@@ -92,13 +99,15 @@ class RemoteRecorder:
         spec: RoutingSpec,
         outstanding_writes: int = OUTSTANDING_WRITES,
         frozen_recompute: bool = True,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         self._root, self._bound = str(root), outstanding_writes
         self._lock = threading.Lock()
         self._closed = False
         self._running: list[Any] = []
         self._writes: defaultdict[int, list[Any]] = defaultdict(list)
-        self._sink = TraceSink.options(scheduling_strategy=_this_node()).remote(self._root, spec, frozen_recompute)
+        where = TraceSink.options(scheduling_strategy=_this_node())
+        self._sink = where.remote(self._root, spec, frozen_recompute, run)
         self._call("open")
 
     def committed_steps(self) -> list[int]:

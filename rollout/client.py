@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -54,26 +54,26 @@ class RolloutClient:
         traces: str | Path | None = None,
         run: str = "run",
         reward_fn: RewardFn | None = None,
+        run_config: Mapping[str, Any] | None = None,
         **engine_options: Any,
     ) -> Self:
         """An engine in this process. `engine_options` are the fields of `rollout.config.EngineOptions`; with
-        `backend="vllm"` they are vLLM's EngineArgs.
+        `backend="vllm"` they are vLLM's EngineArgs. A dataset that is created here notes them in its run.json, and
+        `run_config` (JSON values, the trainer's for example), without what looks like a secret.
 
         Raises:
             FileNotFoundError, ValueError: the model or the dataset cannot be used; nothing was started.
         """
         from rollout.engines import start_engine
         from rollout.recorder import LocalRecorder
+        from rollout.run_facts import run_facts
 
         _check_run(run)
         backend = start_engine(str(model), **engine_options)
         try:
-            return cls(
-                backend,
-                LocalRecorder(traces, *_dataset_facts(backend)) if traces is not None else None,
-                run,
-                reward_fn,
-            )
+            facts = run_facts(backend, model, run, engine_options, run_config)
+            recorder = LocalRecorder(traces, *_dataset_facts(backend), facts) if traces is not None else None
+            return cls(backend, recorder, run, reward_fn)
         except BaseException:
             backend.close()
             raise
@@ -91,6 +91,7 @@ class RolloutClient:
         num_gpus: float = 0,
         resources: dict[str, float] | None = None,
         runtime_env: dict[str, Any] | None = None,
+        run_config: Mapping[str, Any] | None = None,
         **engine_options: Any,
     ) -> Self:
         """The same over `num_actors` Ray actors with one engine each; traces go to a sink actor, not through here.
@@ -103,19 +104,20 @@ class RolloutClient:
             RuntimeError: a group found no node with room for all its ranks in time.
         """
         import actors
+        from rollout.run_facts import run_facts
 
         _check_run(run)
-        backend = actors.connect(
-            model,
-            num_actors=num_actors,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            resources=resources,
-            runtime_env=runtime_env,
-            engine_options=engine_options,
-        )
+        wanted: dict[str, Any] = {
+            "num_actors": num_actors,
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "resources": resources,
+            "runtime_env": runtime_env,
+        }
+        backend = actors.connect(model, **wanted, engine_options=engine_options)
         try:
-            recorder = actors.open_recorder(traces, *_dataset_facts(backend)) if traces is not None else None
+            facts = run_facts(backend, model, run, engine_options, run_config, actors=wanted)
+            recorder = actors.open_recorder(traces, *_dataset_facts(backend), facts) if traces is not None else None
             return cls(backend, recorder, run, reward_fn)
         except BaseException:
             backend.close()
@@ -132,6 +134,7 @@ class RolloutClient:
         traces: str | Path | None = None,
         run: str = "run",
         reward_fn: RewardFn | None = None,
+        run_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:
         """A vLLM or SGLang server that runs already.
@@ -145,13 +148,15 @@ class RolloutClient:
         """
         from rollout.engines import connect_engine
         from rollout.recorder import LocalRecorder
+        from rollout.run_facts import run_facts
 
         _check_run(run)
         served = connect_engine(backend, url, str(model), api_key=api_key, **options)
         try:
-            return cls(
-                served, LocalRecorder(traces, *_dataset_facts(served)) if traces is not None else None, run, reward_fn
-            )
+            engine = {"backend": backend, **options}
+            facts = run_facts(served, model, run, engine, run_config, url=url)
+            recorder = LocalRecorder(traces, *_dataset_facts(served), facts) if traces is not None else None
+            return cls(served, recorder, run, reward_fn)
         except BaseException:
             served.close()
             raise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rollout.backend import Finished
 from storage.trace import RoutingSpec, Trace
@@ -23,8 +25,14 @@ def _snapshot(trace: Trace, reward: float | None) -> Trace:
 class LocalRecorder:
     """A Recorder over a TraceWriter in this process. Traces are encoded some at a time, row group by row group."""
 
-    def __init__(self, root: str | Path, spec: RoutingSpec, frozen_recompute: bool = True) -> None:
-        self._writer = TraceWriter(root, spec, frozen_recompute=frozen_recompute)
+    def __init__(
+        self,
+        root: str | Path,
+        spec: RoutingSpec,
+        frozen_recompute: bool = True,
+        run: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._writer = TraceWriter(root, spec, frozen_recompute=frozen_recompute, run=run)
         self._pending: dict[int, list[Trace]] = {}
         self._staged: set[int] = set()
         self._lock = threading.Lock()

@@ -56,18 +56,20 @@ class StagingDirectory:
             os.close(lock)
 
 
-def create_dataset(root: Path, spec: RoutingSpec, frozen_recompute: bool = True) -> None:
-    """Make `root` a dataset of `spec` unless it is one already. Of several racing writers one creates it."""
+def create_dataset(root: Path, spec: RoutingSpec, frozen_recompute: bool = True) -> bool:
+    """Make `root` a dataset of `spec`; False when it is one already. Of several racing writers one creates it."""
     (root / _STAGING).mkdir(parents=True, exist_ok=True)
     with staging_lock(root):
         if (root / DATASET_FILE).exists():
-            return
-        temporary = new_entry(root, "dataset")
+            return False
+        temporary, created = new_entry(root, "dataset"), False
         write_durably(temporary, dataset_json(spec, frozen_recompute))
         with suppress(FileExistsError):  # a writer on another host was faster
             os.link(temporary, root / DATASET_FILE)
+            created = True
         temporary.unlink()
         fsync_directory(root)
+        return created
 
 
 def check_writable(root: Path) -> None:

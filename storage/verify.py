@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 
 from storage.annotations import annotation_files, read_annotation
+from storage.card import card_problems
 from storage.catalog import Catalog, Place
 from storage.errors import DatasetError
 from storage.manifest import MANIFEST_FILE, Manifest, PartFile, is_folder, read_manifest, read_spec
@@ -21,7 +22,7 @@ def verify_dataset(root: Root) -> list[str]:
     """Every problem of the dataset at `root`, one text each, naming the file and where possible the sample.
 
     Looks at size and sha256 of each file, page checksums, each sample's crc32, row rule and expert ids,
-    the spec, manifests against files, sample_ids that appear twice, annotations, and what dead writers left.
+    the spec, manifests against files, sample_ids that appear twice, annotations, run.json, and what dead writers left.
     Damaged data never raises.
 
     >>> verify_dataset("traces/")
@@ -35,7 +36,7 @@ def verify_dataset(root: Root) -> list[str]:
         spec = read_spec(store)
     except DatasetError as error:
         return [str(error)]
-    return [*_folder_problems(store, spec), *_strays(store)]
+    return [*_folder_problems(store, spec), *_strays(store), *card_problems(store)]
 
 
 def repair_dataset(root: Root) -> list[str]:

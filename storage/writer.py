@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, get_args
 
 import pyarrow as pa
 
+from storage.card import write_card
 from storage.catalog import Catalog
 from storage.committed import CommittedSamples
 from storage.errors import DuplicateSampleError, SpecMismatchError, StepExistsError
@@ -42,7 +43,8 @@ class TraceWriter:
 
     Leaving the block, by its end or by an exception, drops every step that was not committed. Opening also
     removes what dead writers of this host left behind. `compression="none"` makes files about an eighth larger that
-    read faster; a reader takes either.
+    read faster; a reader takes either. `run`, JSON values, goes into the run.json of a dataset that is created here,
+    without secrets; see storage/card.py.
 
     Raises:
         SpecMismatchError: when the dataset holds traces of another model, or promises `frozen_recompute` and this
@@ -58,13 +60,14 @@ class TraceWriter:
         max_part_bytes: int = 256 << 20,
         frozen_recompute: bool = True,
         compression: Compression = "zstd",
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         if compression not in get_args(Compression):
             raise ValueError(f"compression is {compression!r}, need one of {get_args(Compression)}")
         self.root: Any = str(root) if is_remote(root) else local_path(root)
         self.spec, self.max_part_bytes, self._compression = spec, max_part_bytes, compression
         self._store = open_store(root)
-        _prepare(self._store, spec, frozen_recompute)
+        _prepare(self._store, spec, frozen_recompute, run)
         check_same_spec(spec, read_spec(self._store), f"the dataset {self.root}")
         if not frozen_recompute and read_frozen_recompute(self._store):
             raise SpecMismatchError(
@@ -234,11 +237,15 @@ class TraceWriter:
             raise OSError(error.errno, text, error.filename or str(self.root)) from error
 
 
-def _prepare(store: Store, spec: RoutingSpec, frozen_recompute: bool) -> None:
-    """Make it a dataset of `spec` unless it is one already; of several racers one does."""
+def _prepare(store: Store, spec: RoutingSpec, frozen_recompute: bool, run: Mapping[str, Any] | None) -> None:
+    """Make it a dataset of `spec` unless it is one already; of several racers one does, and adds the card."""
     if isinstance(store, LocalStore):
-        create_dataset(store.root, spec, frozen_recompute)
+        created = create_dataset(store.root, spec, frozen_recompute)
         check_writable(store.root)
     else:
+        created = False
         with suppress(FileExistsError):
             store.create(DATASET_FILE, dataset_json(spec, frozen_recompute).encode())
+            created = True
+    if created:
+        write_card(store, spec, frozen_recompute, run)

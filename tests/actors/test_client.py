@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -47,6 +48,14 @@ def client(cluster: None, traces: Path) -> Iterator[RolloutClient]:
     """Two actors and one dataset for all tests; each uses steps of its own."""
     with ray_client(2, traces=traces) as client:
         yield client
+
+
+def test_run_json_names_the_actors_and_all_options(client: RolloutClient, traces: Path) -> None:
+    noted = json.loads((traces / "run.json").read_text())
+    assert noted["actors"] == {"num_actors": 2, "num_cpus": 0.5, "num_gpus": 0, "resources": None, "runtime_env": None}
+    assert noted["engine"]["batch_invariant"] is True
+    assert noted["engine"]["max_batch_tokens"] == 2048
+    assert noted["model_fingerprint"] == client.info.fingerprint
 
 
 def parity(trace: Trace) -> float:

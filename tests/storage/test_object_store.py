@@ -87,6 +87,8 @@ def test_it_is_a_dataset_like_any_other(url: str) -> None:
     assert dataset["run/3/4/0"] == make_traces(3)[4]
     dataset.annotate(3, {"run/3/0/0": {"reward": 2.0}})
     assert dataset.to_arrow(3, columns=["reward"])["reward"].to_pylist() == [2.0, None, None, None, None]
+    assert open_store(url).read("README.md").startswith(b"---\nconfigs:")
+    assert open_store(url).read("run.json").startswith(b'{\n "format_version": "1"')
     dataset.build_index()
     assert (len(TraceDataset(url)), dataset.verify()) == (10, [])
     dataset.compact()

@@ -23,6 +23,8 @@ from storage import (
 from storage.schema import to_table
 from tests.storage.builders import SPEC, commit, make_trace, make_traces
 
+NEW = ["README.md", "_dataset.json", "run.json"]
+
 
 def files_under(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
@@ -33,7 +35,7 @@ def test_layout_and_manifest(tmp_path: Path) -> None:
     part = tmp_path / "step-000000007/part-00000.parquet"
     manifest = json.loads((tmp_path / "step-000000007/_manifest.json").read_text())
     assert files_under(tmp_path) == [
-        "_dataset.json",
+        *NEW,
         "step-000000007/_manifest.json",
         "step-000000007/part-00000.parquet",
     ]
@@ -114,13 +116,13 @@ def test_an_exception_in_the_block_commits_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="stop"):
         fail()
-    assert files_under(tmp_path) == ["_dataset.json"]
+    assert files_under(tmp_path) == NEW
 
 
 def test_leaving_without_a_commit_says_what_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with TraceWriter(tmp_path, SPEC) as writer:
         writer.write(make_traces(3), step=3)
-    assert files_under(tmp_path) == ["_dataset.json"]
+    assert files_under(tmp_path) == NEW
     assert "dropping steps [3]" in caplog.text
     with pytest.raises(ValueError, match="closed"):
         writer.write(make_traces(3), step=3)
@@ -182,7 +184,7 @@ def test_what_does_not_belong_is_refused_before_anything_is_staged(tmp_path: Pat
                 writer.write(traces, step=0)
         with pytest.raises(ValueError, match="nothing was written for step 0"):
             writer.commit(0)
-    assert files_under(tmp_path) == ["_dataset.json"]
+    assert files_under(tmp_path) == NEW
 
 
 def test_an_altered_table_is_refused(tmp_path: Path) -> None:
