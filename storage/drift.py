@@ -6,16 +6,17 @@ tokens up to i are equal, since a row depends on the tokens before it. Two versi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from storage.choices import also_in, blocks, by_site, count_choices, no_choices, used_slots
 from storage.convert_routes import all_rows
 from storage.dataset import TraceDataset
 from storage.errors import SpecMismatchError
-from storage.trace import RoutingSpec, Trace
+from storage.trace import RoutingSpec, Trace, WeightSpan
 
 
 class SiteDrift(NamedTuple):
@@ -57,13 +58,15 @@ class Drift:
     rows: int = 0
     only_left: int = 0
     only_right: int = 0
-    _common: np.ndarray = field(init=False, repr=False)
     _same: np.ndarray = field(init=False, repr=False)
-    _chosen: list[np.ndarray] = field(init=False, repr=False)
+    _common: np.ndarray = field(init=False, repr=False)
+    _lost: np.ndarray = field(init=False, repr=False)
+    _gained: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._common, self._same = np.zeros(self.spec.num_sites, np.int64), np.zeros(self.spec.num_sites, np.int64)
-        self._chosen = [np.zeros((3, site.num_experts), np.int64) for site in self.spec.sites]
+        self._used = used_slots(self.spec)
+        self._same = np.zeros(self.spec.num_sites, np.int64)
+        self._common, self._lost, self._gained = (no_choices(self.spec) for _ in range(3))
 
     def add(self, left: Trace, right: Trace) -> None:
         """Compare one sample; the order of the ids in a row does not matter."""
@@ -76,17 +79,15 @@ class Drift:
         (ours, ours_recorded), (theirs, theirs_recorded) = all_rows(left, self.spec), all_rows(right, self.spec)
         both = np.flatnonzero(ours_recorded[:shared] & theirs_recorded[:shared])
         self.rows += len(both)
-        for index in range(self.spec.num_sites):
-            self._add_site(index, ours[both, index], theirs[both, index])
+        for rows in blocks(len(both)):
+            self._add_rows(ours[both[rows]], theirs[both[rows]])
 
-    def _add_site(self, index: int, ours: np.ndarray, theirs: np.ndarray) -> None:
-        site = self.spec.sites[index]
-        left = membership(ours[:, : site.top_k], site.num_experts)
-        right = membership(theirs[:, : site.top_k], site.num_experts)
-        common = left & right
-        self._common[index] += common.sum()
-        self._same[index] += (left == right).all(1).sum()
-        self._chosen[index] += [part.sum(0) for part in (common, left & ~right, right & ~left)]
+    def _add_rows(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        kept, known = also_in(ours, theirs, self._used), also_in(theirs, ours, self._used)
+        self._same += (kept == self._used).all(2).sum(0)
+        self._common += count_choices(ours, kept, self.spec)
+        self._lost += count_choices(ours, ~kept & self._used, self.spec)
+        self._gained += count_choices(theirs, ~known & self._used, self.spec)
 
     def sites(self) -> list[SiteDrift]:
         """One entry per site.
@@ -102,25 +103,15 @@ class Drift:
         return [self._site(index) for index in range(self.spec.num_sites)]
 
     def _site(self, index: int) -> SiteDrift:
-        common, lost, gained = self._chosen[index]
+        experts = slice(self.spec.sites[index].num_experts)
+        common, lost, gained = (counts[index, experts] for counts in (self._common, self._lost, self._gained))
         return SiteDrift(
-            overlap=float(self._common[index] / (self.rows * self.spec.sites[index].top_k)),
+            overlap=float(common.sum() / (self.rows * self.spec.sites[index].top_k)),
             same_set=float(self._same[index] / self.rows),
             load_moved=load_moved(common + lost, common + gained),
             gained=gained,
             lost=lost,
         )
-
-
-def membership(ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """bool `[rows, num_experts]`: whether a row of `ids` `[rows, K]` holds the expert.
-
-    >>> membership(np.array([[2, 0]]), 4).tolist()
-    [[True, False, True, False]]
-    """
-    chosen = np.zeros((len(ids), num_experts), bool)
-    np.put_along_axis(chosen, ids.astype(np.int64), True, axis=1)
-    return chosen
 
 
 def load_moved(before: np.ndarray, after: np.ndarray) -> float:
@@ -168,23 +159,27 @@ def load_by_version(traces: Iterable[Trace], spec: RoutingSpec) -> dict[int, lis
     >>> load_by_version(dataset, dataset.spec)[1][0]
     array([1, 3, 1, 1])
     """
-    loads: dict[int, list[np.ndarray]] = {}
+    loads: dict[int, np.ndarray] = {}
     for trace in traces:
         if trace.routed_experts is not None:
-            add_versions(loads, trace, spec)
-    return dict(sorted(loads.items()))
+            add_versions(loads, trace.weight_versions, *all_rows(trace, spec), spec)
+    return {version: by_site(loads[version], spec) for version in sorted(loads)}
 
 
-def add_versions(loads: dict[int, list[np.ndarray]], trace: Trace, spec: RoutingSpec) -> None:
-    """Add a trace with routes to `loads`, as `load_by_version` counts them. A version without a recorded row has no
-    entry."""
-    ids, recorded = all_rows(trace, spec)
-    for version, start, end in trace.weight_versions:
+def add_versions(
+    loads: dict[int, np.ndarray],
+    spans: Sequence[WeightSpan],
+    ids: np.ndarray,
+    recorded: np.ndarray,
+    spec: RoutingSpec,
+) -> None:
+    """Add the rows of a trace, as `all_rows` returns them, to loads `[sites, experts]` per weight version. A version
+    without a recorded row gets no entry."""
+    for version, start, end in spans:
         rows = ids[start:end][recorded[start:end]]
-        if len(rows) and version not in loads:
-            loads[version] = [np.zeros(site.num_experts, np.int64) for site in spec.sites]
-        for index, site in enumerate(spec.sites if len(rows) else ()):
-            loads[version][index] += np.bincount(rows[:, index, : site.top_k].ravel(), minlength=site.num_experts)
+        if len(rows):
+            counts = count_choices(rows, used_slots(spec), spec)
+            loads[version] = loads[version] + counts if version in loads else counts
 
 
 def _shared_prefix(left: list[int], right: list[int]) -> int:

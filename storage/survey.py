@@ -5,19 +5,17 @@ One pass over the data; one row group and the counts are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from storage.choices import also_in, blocks, by_site, no_choices, used_slots
 from storage.convert_routes import all_rows
 from storage.dataset import Steps, TraceDataset
 from storage.drift import add_versions, load_moved
 from storage.stats import load_entropy
-from storage.trace import RoutingSpec, Trace
-
-Load = list[np.ndarray]
-"""Per site int64 `[num_experts]`: rows that chose each expert."""
+from storage.trace import RoutingSpec, Site, Trace
 
 
 @dataclass
@@ -32,7 +30,8 @@ class Survey:
 
     Attributes:
         steps: those with a recorded row, in the order added. rows: recorded. samples: all, with routes or not.
-        neighbours: pairs of recorded rows of adjacent tokens. loads_of_versions: by weight version.
+        neighbours: pairs of recorded rows of adjacent tokens.
+        loads_of_versions: by weight version int64 `[sites, experts]`, as `storage.choices.count_choices` returns.
     """
 
     spec: RoutingSpec
@@ -40,7 +39,7 @@ class Survey:
     samples: int = 0
     rows: int = 0
     neighbours: int = 0
-    loads_of_versions: dict[int, Load] = field(default_factory=dict)
+    loads_of_versions: dict[int, np.ndarray] = field(default_factory=dict)
     _entropy: list[list[float]] = field(default_factory=list, repr=False)
     _reused: np.ndarray = field(init=False, repr=False)
 
@@ -49,39 +48,31 @@ class Survey:
 
     def add_step(self, step: int, traces: Iterable[Trace]) -> None:
         """Count the traces of one step."""
-        versions: dict[int, Load] = {}
+        loads: dict[int, np.ndarray] = {}
         for trace in traces:
             self.samples += 1
             if trace.routed_experts is not None:
-                add_versions(versions, trace, self.spec)
-                self._add_neighbours(trace)
-        for version, load in versions.items():
-            known = self.loads_of_versions.setdefault(version, empty_load(self.spec))
-            for total, counts in zip(known, load, strict=True):
-                total += counts
-        if versions:
-            self._add_load_of_step(step, [sum(site) for site in zip(*versions.values(), strict=True)])
+                ids, recorded = all_rows(trace, self.spec)
+                add_versions(loads, trace.weight_versions, ids, recorded, self.spec)
+                self._add_neighbours(ids, recorded)
+        for version, counts in loads.items():
+            self.loads_of_versions[version] = self.loads_of_versions.get(version, 0) + counts
+        if loads:
+            self.steps.append(step)
+            load = by_site(sum(loads.values(), no_choices(self.spec)), self.spec)
+            self.rows += int(load[0].sum()) // self.spec.sites[0].top_k
+            self._entropy.append([load_entropy(counts) for counts in load])
 
-    def _add_load_of_step(self, step: int, load: list[np.ndarray]) -> None:
-        self.steps.append(step)
-        self.rows += int(load[0].sum()) // self.spec.sites[0].top_k
-        self._entropy.append([load_entropy(counts) for counts in load])
-
-    def _add_neighbours(self, trace: Trace) -> None:
-        ids, recorded = all_rows(trace, self.spec)
+    def _add_neighbours(self, ids: np.ndarray, recorded: np.ndarray) -> None:
+        used = used_slots(self.spec)
         pairs = np.flatnonzero(recorded[:-1] & recorded[1:])
         self.neighbours += len(pairs)
-        for index, site in enumerate(self.spec.sites):
-            before, now = ids[pairs, index, : site.top_k], ids[pairs + 1, index, : site.top_k]
-            self._reused[index] += (now[:, :, None] == before[:, None, :]).any(-1).sum()
+        for block in blocks(len(pairs)):
+            self._reused += also_in(ids[pairs[block] + 1], ids[pairs[block]], used).sum((0, 2))
 
-    def load(self) -> Load:
-        """Of all steps."""
-        load = empty_load(self.spec)
-        for counts in self.loads_of_versions.values():
-            for total, part in zip(load, counts, strict=True):
-                total += part
-        return load
+    def load(self) -> list[np.ndarray]:
+        """Of all steps; per site int64 `[num_experts]`, rows that chose each expert."""
+        return by_site(sum(self.loads_of_versions.values(), no_choices(self.spec)), self.spec)
 
     def entropy(self) -> np.ndarray:
         """float64 `[steps, sites]`: `storage.stats.load_entropy` of the step's load, 1.0 when it is balanced."""
@@ -105,8 +96,7 @@ class Survey:
 
     def moved_between(self, old: int, new: int) -> np.ndarray:
         """float64 `[sites]`: `load_moved` from one weight version to another, that saw other tokens."""
-        loads = zip(self.loads_of_versions[old], self.loads_of_versions[new], strict=True)
-        return np.array([load_moved(before, after) for before, after in loads])
+        return np.array([load_moved(before, after) for _, before, after in self._sites_of(old, new)])
 
     def moved_by_chance(self, old: int, new: int) -> np.ndarray:
         """float64 `[sites]`: about what `moved_between` gives for equal routers, when rows are independent.
@@ -114,19 +104,17 @@ class Survey:
         Half the sum over the experts of E|N(0, p (1 - p) (1 / m + 1 / n))| / K, with p the share of rows that hold the
         expert and m and n the rows of the two versions. Rows of one text are not independent, so it is a lower bound.
         """
-        site_loads = zip(self.spec.sites, self.loads_of_versions[old], self.loads_of_versions[new], strict=True)
-        return np.array([_chance(before, after, site.top_k) for site, before, after in site_loads])
+        return np.array([_chance(before, after, site.top_k) for site, before, after in self._sites_of(old, new)])
+
+    def _sites_of(self, old: int, new: int) -> Iterator[tuple[Site, np.ndarray, np.ndarray]]:
+        loads = (by_site(self.loads_of_versions[version], self.spec) for version in (old, new))
+        return zip(self.spec.sites, *loads, strict=True)
 
 
 def _chance(before: np.ndarray, after: np.ndarray, top_k: int) -> float:
     m, n = before.sum() / top_k, after.sum() / top_k
     p = (before + after) / (m + n)
     return float((np.sqrt(p * (1 - p) * (1 / m + 1 / n))).sum() * np.sqrt(2 / np.pi) / top_k / 2)
-
-
-def empty_load(spec: RoutingSpec) -> Load:
-    """Zero counts."""
-    return [np.zeros(site.num_experts, np.int64) for site in spec.sites]
 
 
 def survey_dataset(dataset: TraceDataset, steps: Steps = None) -> Survey:

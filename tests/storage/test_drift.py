@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage import RoutingSpec, SpecMismatchError, Trace, TraceDataset, TraceWriter
+from storage import RoutingSpec, Site, SpecMismatchError, Trace, TraceDataset, TraceWriter
 from storage.drift import Drift, compare_datasets, load_by_version, load_moved
 from tests.storage.builders import ONE, SPEC, make_pair, make_trace
 from tests.storage.toy import TOY, holed_trace, long_trace, short_trace
@@ -19,6 +19,11 @@ TURNED = [[[1, 0], [2, 3]], [[1, 3], [0, 3]], [[3, 1], [1, 3]]]
 
 def turned() -> Trace:
     return replace(long_trace(), routed_experts=np.array(TURNED, np.uint8))
+
+
+def distinct(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Random rows of SPEC without an id twice."""
+    return np.argsort(rng.random((rows, 3, 16)), axis=-1)[..., :2].astype(np.uint8)
 
 
 def drift(left: Trace, right: Trace) -> Drift:
@@ -43,6 +48,19 @@ def test_overlap_and_movers_by_hand() -> None:
     assert (second.overlap, second.same_set, second.load_moved) == pytest.approx((4 / 6, 2 / 3, 1 / 3))
     assert (first.gained.tolist(), first.lost.tolist()) == ([0, 0, 0, 1], [0, 0, 1, 0])
     assert (second.gained.tolist(), second.lost.tolist()) == ([0, 1, 0, 1], [1, 0, 1, 0])
+
+
+def test_sites_may_differ_in_experts_and_top_k() -> None:
+    """Site 1 has three experts and K = 1: its second slot is 0 and means nothing, least of all expert 0."""
+    spec = RoutingSpec((TOY.sites[0], Site("layers.2.gate", 2, 3, 1)))
+    left, right = ([[[0, 1], [0, 0]], [[1, 2], [1, 0]]], [[[1, 3], [2, 0]], [[2, 1], [1, 0]]])
+    tokens = {"prompt_ids": [1], "completion_ids": [2, 3], "logprobs": [-1, -1], "finish_reason": "stop"}
+    found = Drift(spec)
+    found.add(*(Trace("s", 0, routed_experts=np.array(ids, np.uint8), **tokens) for ids in (left, right)))
+    first, second = found.sites()
+    assert (first.overlap, first.same_set, first.gained.tolist()) == (3 / 4, 1 / 2, [0, 0, 0, 1])
+    assert (second.overlap, second.same_set, second.load_moved) == (1 / 2, 1 / 2, 1 / 2)
+    assert (second.gained.tolist(), second.lost.tolist()) == ([0, 0, 1], [1, 0, 0])
 
 
 def test_rows_count_up_to_the_first_other_token() -> None:
@@ -81,15 +99,9 @@ def test_datasets_are_joined_by_sample_id_in_any_order(tmp_path: Path) -> None:
 
 
 def test_random_datasets_against_python_sets(tmp_path: Path) -> None:
-    ours = [make_trace(step, sample, completion=2 + sample) for step in range(2) for sample in range(40)]
     rng = np.random.default_rng(1)
-    theirs = [
-        replace(
-            trace, routed_experts=rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (*shape, 1)), axis=-1)[..., :2]
-        )
-        for trace in ours
-        for shape in [trace.routed_experts.shape[:2]]
-    ]
+    drawn = [make_trace(step, sample, completion=2 + sample) for step in range(2) for sample in range(40)]
+    ours, theirs = ([replace(t, routed_experts=distinct(rng, t.route_len)) for t in drawn] for _ in range(2))
     found = compare_datasets(
         written(tmp_path / "left", SPEC, ours), written(tmp_path / "right", SPEC, theirs[::-1])
     ).sites()

@@ -9,7 +9,7 @@ import duckdb
 import numpy as np
 import pytest
 
-from storage import RoutingSpec, Trace
+from storage import RoutingSpec, Site, Trace
 from storage.stats import load_entropy
 from storage.survey import Survey, survey_dataset
 from tests.storage.builders import ONE, SPEC, make_pair, make_traces
@@ -27,6 +27,16 @@ def test_figures_of_one_step_by_hand() -> None:
     assert survey.entropy().tolist() == [[load_entropy(np.array(counts)) for counts in ([2, 3, 2, 1], [2, 1, 2, 3])]]
 
 
+def test_blocks_of_rows_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = make_traces(0, count=20)
+    whole, parts = Survey(SPEC), Survey(SPEC)
+    whole.add_step(0, traces)
+    monkeypatch.setattr("storage.choices.ROWS_AT_ONCE", 3)
+    parts.add_step(0, traces)
+    assert parts.reuse().tolist() == whole.reuse().tolist()
+    assert [load.tolist() for load in parts.load()] == [load.tolist() for load in whole.load()]
+
+
 def test_missing_rows_are_no_neighbours_and_count_nothing() -> None:
     survey = Survey(TOY)
     survey.add_step(0, [holed_trace(), replace(long_trace(), routed_experts=None)])
@@ -34,6 +44,18 @@ def test_missing_rows_are_no_neighbours_and_count_nothing() -> None:
     assert (survey.steps, survey.samples, survey.rows, survey.neighbours) == ([0], 3, 1, 0)
     with pytest.raises(ValueError, match="no two neighbouring tokens"):
         survey.reuse()
+
+
+def test_sites_may_differ_in_experts_and_top_k() -> None:
+    """Site 1 has three experts and K = 1; the 0 in its second slot is no expert."""
+    spec = RoutingSpec((TOY.sites[0], Site("layers.2.gate", 2, 3, 1)))
+    ids = [[[0, 1], [0, 0]], [[1, 2], [1, 0]], [[2, 1], [1, 0]]]
+    survey = Survey(spec)
+    survey.add_step(0, [replace(long_trace(), routed_experts=np.array(ids, np.uint8))])
+    assert [load.tolist() for load in survey.load()] == [[1, 3, 2, 0], [1, 2, 0]]
+    assert survey.rows == 3
+    assert survey.reuse().tolist() == [3 / 4, 1 / 2]
+    assert survey.chance().tolist() == [(1 + 9 + 4) / 9 / 2, (1 + 4) / 9]
 
 
 def test_versions_by_hand() -> None:
