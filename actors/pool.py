@@ -281,11 +281,12 @@ class ActorPool(UpdatesByHalves):
             waits = loading is not None and not ray.wait([loading], timeout=LOOK_SECONDS, fetch_local=False)[0]
             if waits and time.monotonic() - begun > WARN_SECONDS:
                 begun = time.monotonic()
+                free = ray.available_resources()
                 logger.warning(
                     "generator actor %d waits for %s or still loads; the cluster has %s left, see `ray status`",
                     slot.index,
                     self._resources,
-                    {name: left for name, left in ray.available_resources().items() if ":" not in name},
+                    {name: free.get(name, 0.0) for name in self._resources},
                 )
         return slot.info
 

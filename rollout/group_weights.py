@@ -25,6 +25,11 @@ class SavedWeights(NamedTuple):
     version: int
     saved_names: bool
 
+    @property
+    def where(self) -> tuple[str, bool]:
+        """What a rank reads them by."""
+        return self.directory, self.saved_names
+
 
 def save(source: Any, version: int, parent: str) -> SavedWeights:
     """Read `source`, whatever `stage` takes, into a new directory in `parent`; a directory stays where it is.

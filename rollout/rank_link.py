@@ -88,7 +88,7 @@ class RankSet:
         self,
         links: Sequence[RankLink],
         on_ended: Callable[[Ended], None],
-        on_death: Callable[[RankSet, RankDiedError], None],
+        on_death: Death,
     ) -> None:
         self.links = links
         self._on_ended, self._on_death = on_ended, on_death
@@ -203,6 +203,7 @@ class RankSet:
             self._on_death(self, self._reason)
 
 
+Death = Callable[[RankSet, RankDiedError], None]
 Launch = Callable[[int, str, dict[str, Any]], tuple[list[RankLink], str]]
 """Called with `(size, directory, engine options)`: the ranks' links, and where they are to meet."""
 
