@@ -16,7 +16,8 @@ from rollout.vllm_wire import completions_body, generate_body, vllm_capabilities
 MIN_VERSION = (0, 30)
 START = (
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model M --enable-return-routed-experts "
-    "--enable-scale-out --logprobs-mode processed_logprobs --worker-extension-cls rollout.vllm_extension.LoadExtension"
+    "--enable-scale-out --logprobs-mode processed_logprobs --worker-extension-cls rollout.vllm_extension.LoadExtension "
+    "(on a CPU also --worker-cls rollout.vllm_cpu_worker.SeededCpuWorker)"
 )
 
 

@@ -63,6 +63,7 @@ class VllmInProcess:
             os.environ.setdefault(name, value)
         import vllm
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
         check_version("vLLM", vllm.__version__, MIN_VERSION)
@@ -72,6 +73,8 @@ class VllmInProcess:
             "worker_extension_cls": "rollout.vllm_extension.LoadExtension",
             "skip_tokenizer_init": not self.model.has_tokenizer,
         }
+        if current_platform.is_cpu():
+            ours["worker_cls"] = "rollout.vllm_cpu_worker.SeededCpuWorker"
         arguments = EngineArgs(**{"model": self.model.path, "disable_log_stats": True, **self._options, **ours})
         self._engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
         self.max_sequence_tokens = int(self._engine.vllm_config.model_config.max_model_len)

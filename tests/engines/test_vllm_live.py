@@ -1,4 +1,4 @@
-"""Live vLLM 0.30 on the CPU, in process, against transformers in float32. Needs tests/engines/make_vllm_env.sh."""
+"""Live vLLM 0.30 on the CPU, in process and over HTTP, against transformers in float32. See make_vllm_env.sh."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from rollout import RolloutClient, RouterReplay, SamplingParams
 from storage import ReplayBatch, Trace, TraceDataset
+from tests.engines.vllm_server import KEY, VllmServer
 
 pytest.importorskip("vllm", reason="vLLM is not installed; see make_vllm_env.sh")
 pytestmark = pytest.mark.peer
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 200, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26,
-    "max_num_batched_tokens": 256, "max_num_seqs": 16,
+    "max_num_batched_tokens": 64, "max_num_seqs": 16,
 }  # fmt: skip
 # vLLM's CPU attention takes heads of at least 32
 WIDER = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.08}
@@ -27,15 +28,55 @@ RANDOM = np.random.default_rng(0)
 PROMPTS = [RANDOM.integers(3, 96, size).tolist() for size in (1, 5, 40, 90)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "olmoe", "mixtral"])
-def model(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(request.param, **WIDER)
+FAMILIES = ("qwen3_moe", "olmoe", "mixtral")
+REACHED = ("in_process", "generate", "completions")
+
+
+@pytest.fixture(scope="module", params=[(family, reached) for family in FAMILIES for reached in REACHED], ids="-".join)
+def deployment(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A family, in process or through one of the two endpoints of a server."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+def model(deployment: tuple[str, str], checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(deployment[0], **WIDER)
+
+
+@pytest.fixture(scope="module")
+def reached(deployment: tuple[str, str]) -> str:
+    return deployment[1]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], VllmServer]]:
+    """The server of a model; one at a time, kept while the model stays the same."""
+    options = {name: value for name, value in OPTIONS.items() if name != "enforce_eager"}
+    running: dict[Path, VllmServer] = {}
+
+    def of(model: Path) -> VllmServer:
+        if model not in running:
+            for path in list(running):
+                running.pop(path).kill()
+            running[model] = VllmServer(model, tmp_path_factory.mktemp("server") / "log", **options)
+        return running[model]
+
+    yield of
+    for server in running.values():
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def client(
+    reached: str, model: Path, serve: Callable[[Path], VllmServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutClient]:
     traces = tmp_path_factory.mktemp("traces") / "traces"
-    with RolloutClient.local(model, backend="vllm", traces=traces, **OPTIONS) as client:
+    if reached == "in_process":
+        opened = RolloutClient.local(model, backend="vllm", traces=traces, **OPTIONS)
+    else:
+        ends = {"api": reached, "api_key": KEY}
+        opened = RolloutClient.connect(serve(model).url, backend="vllm", model=model, traces=traces, **ends)
+    with opened as client:
         client.root = traces
         yield client
 
@@ -78,19 +119,24 @@ def test_routes_and_logprobs_are_those_of_transformers(client, model, temperatur
 
 
 def test_an_aborted_request_keeps_its_rows(client, model):
-    requests = client._requests.check([PROMPTS[1]] * 3, 1, SamplingParams(max_tokens=190, seed=1, ignore_eos=True))
-    stream = client.backend.stream(requests.requests(0, 0))
+    """Aborted one after the other, so that on a slow machine too some have begun and not ended."""
+    params = SamplingParams(max_tokens=190, seed=1, ignore_eos=True)
+    requests = client._requests.check([PROMPTS[1]] * 16, 1, params).requests(0, 0)
+    stream = client.backend.stream(requests)
     found: list = []
     thread = threading.Thread(target=lambda: found.extend(stream))
     thread.start()
-    while len(client.backend._running) < 3:
+    while len(client.backend._running) < 16:
         thread.join(0.01)
-    thread.join(0.2)
-    stream.abort()
+    for request in requests:
+        thread.join(0.05)
+        client.backend.end([request])
     thread.join(60)
     traces = [item.trace for item in found]
-    assert [trace.finish_reason for trace in traces] == ["abort"] * 3
-    check([trace for trace in traces if trace.completion_ids], load(model))
+    assert {trace.finish_reason for trace in traces} <= {"abort", "length"}
+    begun = [trace for trace in traces if trace.completion_ids]
+    assert "abort" in [trace.finish_reason for trace in begun]
+    check(begun, load(model))
 
 
 def test_its_trace_replays_as_one_of_our_own_engine_with_the_same_ids(client, model):
@@ -113,6 +159,17 @@ def test_its_trace_replays_as_one_of_our_own_engine_with_the_same_ids(client, mo
     assert torch.equal(*logits)
 
 
+def test_prompts_computed_in_parts_give_the_same_samples_as_alone(client, model):
+    """A step computes 64 tokens, so these prompts are cut at several places when they come together."""
+    params = SamplingParams(max_tokens=12, seed=4, temperature=0.7, ignore_eos=True)
+    requests = client._requests.check(PROMPTS[2:] * 4, 1, params).requests(0, 0)
+    alone = [item.trace for request in requests for item in client.backend.stream([request])]
+    together = {item.trace.sample_id: item.trace for item in client.backend.stream(requests)}
+    assert [trace.error for trace in together.values()] == [None] * 8
+    assert [together[trace.sample_id].completion_ids for trace in alone] == [trace.completion_ids for trace in alone]
+    check([*together.values()], load(model), temperature=0.7)
+
+
 def test_an_end_token_stops_without_a_tokenizer(client):
     params = SamplingParams(max_tokens=150, seed=5)
     traces = client.sample([PROMPTS[1]] * 8, sampling_params=params)
@@ -121,8 +178,8 @@ def test_an_end_token_stops_without_a_tokenizer(client):
     assert all(trace.completion_ids[-1] == 2 and trace.stop_reason is None for trace in stopped)
 
 
-def test_updates_pass_the_canary_and_leave_no_prefix_of_the_old_weights(client, model, checkpoint, tmp_path):
-    """Last in this file: it changes the weights. The state dict first, then a directory, which the worker reads."""
+def test_updates_pass_the_canary_and_leave_no_prefix_of_the_old_weights(client, model, reached, tmp_path):
+    """Last in this file: it changes the weights. A state dict first, in process, then directories."""
     torch.manual_seed(1)
     other = load(model)
     for parameter in other.parameters():
@@ -130,11 +187,11 @@ def test_updates_pass_the_canary_and_leave_no_prefix_of_the_old_weights(client, 
     other.save_pretrained(tmp_path / "other")
     params = SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
     client.sample(PROMPTS, sampling_params=params)
-    client.update_weights(other.state_dict(), version=1)
-    traces = client.sample(PROMPTS, sampling_params=params)
-    check(traces, other)
-    assert {trace.weight_version for trace in traces} == {1}
-    client.update_weights(model, version=2)
-    check(client.sample(PROMPTS, sampling_params=params), load(model))
-    client.update_weights(tmp_path / "other", version=3)
-    check(client.sample(PROMPTS, sampling_params=params), other)
+    first = other.state_dict() if reached == "in_process" else tmp_path / "other"
+    version = client.backend.weight_version
+    for source, plain in ((first, other), (model, load(model)), (tmp_path / "other", other), (model, load(model))):
+        version += 1
+        client.update_weights(source, version=version)
+        traces = client.sample(PROMPTS, sampling_params=params)
+        check(traces, plain)
+        assert {trace.weight_version for trace in traces} == {version}
