@@ -79,8 +79,9 @@ def open_recorder(
     spec: RoutingSpec,
     frozen_recompute: bool = True,
     run: Mapping[str, Any] | None = None,
+    num_sinks: int = 1,
 ) -> RemoteRecorder:
-    """Start the sink actor on this node and open the dataset `traces` for writing; `run` as in `TraceWriter`.
+    """Open the dataset `traces` for writing by sink actors, on this node if it is local; `run` as in `TraceWriter`.
 
     >>> recorder = open_recorder("traces/", pool.info.spec)
 
@@ -94,4 +95,4 @@ def open_recorder(
     ensure_ray()
     root = str(traces)
     where = root if "://" in root else Path(root).resolve()
-    return RemoteRecorder(where, spec, frozen_recompute=frozen_recompute, run=run)
+    return RemoteRecorder(where, spec, frozen_recompute=frozen_recompute, run=run, num_sinks=num_sinks)

@@ -15,9 +15,10 @@ from rollout.sampling import SamplingParams, StrictModel
 
 
 class ActorOptions(StrictModel):
-    """The `[actors]` table: how many engines, and Ray's resources for each, or for each rank of a group."""
+    """The `[actors]` table: how many engines and trace writers; Ray's resources for each engine, or rank of a group."""
 
     num_actors: int = Field(2, ge=1)
+    num_sinks: int = Field(1, ge=1)
     num_cpus: float = Field(1, ge=0)
     num_gpus: float = Field(0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)

@@ -1,11 +1,11 @@
-"""The trace writer as an actor, and the recorder that feeds it references instead of tables."""
+"""The trace writer as an actor, and the recorder that feeds one or several of them references instead of tables."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.remote import DEAD, fetch, first_line
 from rollout.backend import Finished
+from storage.joint_writer import JointWriter
+from storage.open_folder import Parts
 from storage.schema import set_rewards
+from storage.store import is_remote
 from storage.trace import RoutingSpec
-from storage.writer import TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class SinkDiedError(RuntimeError):
 
 
 class Sink:
-    """One TraceWriter. It is opened by a call of its own, so that errors keep their type."""
+    """One writer. It is opened by a call of its own, so that errors keep their type."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Sink:
 
     def open(self) -> None:
         """Open the dataset for writing."""
-        self._writer = TraceWriter(self._root, self._spec, **self._options)
+        self._writer = JointWriter(self._root, self._spec, **self._options)
 
     def write(self, table: pa.Table, step: int, rewards: dict[str, float] | None) -> None:
         """Stage one table; traces that ended in an error are left out."""
@@ -54,9 +56,20 @@ class Sink:
             self._writer.write(set_rewards(table, rewards) if rewards else table, step=step)
             self._staged.add(step)
 
-    def commit(self, step: int) -> bool:
-        """See `Recorder.commit`."""
-        if step not in self._staged:
+    def hand_over(self, step: int) -> Parts | None:
+        """Close this sink's part of a step for the sink that commits it; None when it has none."""
+        self._staged.discard(step)
+        return self._writer.hand_over(step)
+
+    def release(self, step: int) -> None:
+        """Forget a part that was committed."""
+        self._writer.release(step)
+
+    def commit(self, step: int, parts: Sequence[Parts] = ()) -> bool:
+        """See `Recorder.commit`; with the parts that other sinks have handed over."""
+        if parts:
+            self._writer.take_over(parts, step=step)
+        elif step not in self._staged:
             return False
         self._writer.commit(step=step)
         self._staged.discard(step)
@@ -81,13 +94,16 @@ TraceSink: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(Sink
 
 
 class RemoteRecorder:
-    """Writes traces through a `TraceSink`. Implements `rollout.backend.Recorder`; a table never enters this process.
+    """Writes traces through `TraceSink`s. Implements `rollout.backend.Recorder`; a table never enters this process.
 
-    >>> recorder = RemoteRecorder("/data/traces", spec)
+    >>> recorder = RemoteRecorder("/data/traces", spec, num_sinks=2)
     >>> recorder.write(finished, step=0); recorder.commit(0)
 
+    A table goes to the sink that has the fewest to write. Each sink writes files of its own; the first one commits the
+    files of all, so that a step still appears at once. Sinks run on this node, those of an object store anywhere.
+
     Raises:
-        SinkDiedError: when the sink's process died; what was committed before is intact.
+        SinkDiedError: when a sink's process died; what was committed before is intact.
         ValueError: after `close`.
         Exception: what the writer raised, in its own type and words. A write's error comes with the next write of its
             step that finds it, and with the commit.
@@ -100,22 +116,26 @@ class RemoteRecorder:
         outstanding_writes: int = OUTSTANDING_WRITES,
         frozen_recompute: bool = True,
         run: Mapping[str, Any] | None = None,
+        num_sinks: int = 1,
     ) -> None:
-        self._root, self._bound = str(root), outstanding_writes
+        if num_sinks < 1:
+            raise ValueError(f"num_sinks is {num_sinks}, need at least 1")
+        self._root, self._bound = str(root), outstanding_writes * num_sinks
         self._lock = threading.Lock()
         self._closed = False
-        self._running: list[Any] = []
+        self._running: dict[Any, int] = {}
+        self._sent: Counter[int] = Counter()
         self._writes: defaultdict[int, list[Any]] = defaultdict(list)
-        where = TraceSink.options(scheduling_strategy=_this_node())
-        self._sink = where.remote(self._root, spec, frozen_recompute, run)
-        self._call("open")
+        make = TraceSink.options(scheduling_strategy=_where(self._root))
+        self._sinks = [make.remote(self._root, spec, frozen_recompute, run) for _ in range(num_sinks)]
+        self._ask(self._sinks, "open")
 
     def committed_steps(self) -> list[int]:
         """Steps that readers can see, ascending."""
-        return self._call("committed_steps")
+        return self._ask(self._sinks[:1], "committed_steps")[0]
 
     def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
-        """Send a reference to the sink; waits while `outstanding_writes` are not done yet.
+        """Send a reference to a sink; waits while `outstanding_writes` per sink are not done yet.
 
         Raises what an earlier write of `step` met, a full disk for example: more samples would be wasted.
         """
@@ -123,10 +143,9 @@ class RemoteRecorder:
         table = ray.put(finished.table()) if finished.ref is None else finished.ref
         with self._lock:
             self._check_done(step)
-            if len(self._running) >= self._bound:
-                _, self._running = ray.wait(self._running, num_returns=1)
-            write = self._sink.write.remote(table, step, rewards)
-            self._running.append(write)
+            index = self._choose()
+            write = self._sinks[index].write.remote(table, step, rewards)
+            self._running[write] = index
             self._writes[step].append(write)
 
     def commit(self, step: int) -> bool:
@@ -135,26 +154,31 @@ class RemoteRecorder:
             writes = list(self._writes[step])
         for write in writes:
             self._fetch(write)
-        committed = self._call("commit", step)
+        first, *others = self._sinks
+        parts = [part for part in self._ask(others, "hand_over", step) if part is not None]
+        (committed,) = self._ask([first], "commit", step, parts)
+        for sink in others:
+            sink.release.remote(step)  # not waited for: one that dies now takes nothing with it
         self._forget(step)
         return committed
 
     def abandon(self, step: int) -> None:
         """Drop what was staged for `step`, failed writes too. `close` has done so already."""
         if not self._closed:
-            self._call("abandon", step)
+            self._ask(self._sinks, "abandon", step)
             self._forget(step)
 
     def close(self) -> None:
-        """Abandon all that was not committed and stop the sink; fine when it is dead already, or closed."""
+        """Abandon all that was not committed and stop the sinks; fine when they are dead already, or closed."""
         if self._closed:
             return
         try:
-            self._call("close")
+            self._ask(self._sinks, "close")
         except SinkDiedError as error:
             logger.warning("%s", error)
         self._closed = True
-        ray.kill(self._sink)
+        for sink in self._sinks:
+            ray.kill(sink)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -169,13 +193,29 @@ class RemoteRecorder:
                 self._fetch(write)
             self._writes[step] = running
 
+    def _choose(self) -> int:
+        """The sink with the fewest writes under way, or until now; waits while all have enough."""
+        if len(self._running) >= self._bound:
+            ray.wait(list(self._running), num_returns=1)
+        if self._running:
+            done, _ = ray.wait(list(self._running), num_returns=len(self._running), timeout=0)
+            self._running = {write: index for write, index in self._running.items() if write not in done}
+        counts = Counter(self._running.values())
+        chosen = min(range(len(self._sinks)), key=lambda index: (counts[index], self._sent[index]))
+        self._sent[chosen] += 1
+        return chosen
+
     def _forget(self, step: int) -> None:
         with self._lock:
             self._writes.pop(step, None)
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _ask(self, sinks: Sequence[Any], method: str, *args: Any) -> list[Any]:
+        """Call a method of several sinks at once. All have answered, or died, before an error is raised."""
         self._check_open()
-        return self._fetch(getattr(self._sink, method).remote(*args))
+        answers = [getattr(sink, method).remote(*args) for sink in sinks]
+        if answers:
+            ray.wait(answers, num_returns=len(answers))
+        return [self._fetch(answer) for answer in answers]
 
     def _fetch(self, ref: Any) -> Any:
         try:
@@ -188,6 +228,8 @@ class RemoteRecorder:
             ) from error
 
 
-def _this_node() -> NodeAffinitySchedulingStrategy:
-    """Where the caller runs: a local path then means the same to both."""
+def _where(root: str) -> NodeAffinitySchedulingStrategy | str:
+    """Where the caller runs, since a local path then means the same to all; an object store is the same everywhere."""
+    if is_remote(root):
+        return "SPREAD"
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -84,6 +84,7 @@ class RolloutClient:
         model: str | Path,
         *,
         num_actors: int = 1,
+        num_sinks: int = 1,
         traces: str | Path | None = None,
         run: str = "run",
         reward_fn: RewardFn | None = None,
@@ -96,7 +97,8 @@ class RolloutClient:
     ) -> Self:
         """The same over `num_actors` Ray actors with one engine each; traces go to a sink actor, not through here.
 
-        The other arguments are Ray's, per actor; with `dp_size=N` an engine is a group of N ranks on one node, and they
+        `num_sinks` of them share the writing when one cannot keep up (docs/sizing.md); a step still is one commit. The
+        other arguments are Ray's, per actor; with `dp_size=N` an engine is a group of N ranks on one node, and they
         count per rank. Ray must be initialised, or a local cluster is started.
 
         Raises:
@@ -107,6 +109,8 @@ class RolloutClient:
         from rollout.run_facts import run_facts
 
         _check_run(run)
+        if num_sinks < 1:
+            raise ValueError(f"num_sinks is {num_sinks}, need at least 1")
         wanted: dict[str, Any] = {
             "num_actors": num_actors,
             "num_cpus": num_cpus,
@@ -116,8 +120,9 @@ class RolloutClient:
         }
         backend = actors.connect(model, **wanted, engine_options=engine_options)
         try:
-            facts = run_facts(backend, model, run, engine_options, run_config, actors=wanted)
-            recorder = actors.open_recorder(traces, *_dataset_facts(backend), facts) if traces is not None else None
+            facts = run_facts(backend, model, run, engine_options, run_config, actors=wanted | {"num_sinks": num_sinks})
+            where = _dataset_facts(backend)
+            recorder = actors.open_recorder(traces, *where, facts, num_sinks) if traces is not None else None
             return cls(backend, recorder, run, reward_fn)
         except BaseException:
             backend.close()

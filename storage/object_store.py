@@ -131,6 +131,15 @@ class ObjectPlace:
         writer = obstore.open_writer(self._store.client, f"{self._target}/{self._parts[-1]}")
         return self._parts[-1], ObjectFile(writer)
 
+    @property
+    def folder(self) -> str:
+        """See `Place`."""
+        return self._target
+
+    def adopt(self, folder: str, name: str, index: int) -> str:
+        """See `Place`. It lies where it belongs already, under a name that no other place gives."""
+        return name
+
     def seal(self, manifest: bytes) -> None:
         """See `Place`."""
         self._manifest = manifest
@@ -146,6 +155,9 @@ class ObjectPlace:
         """See `Place`. Only parts: nobody else has these names."""
         for name in self._parts:
             self._store.remove(f"{self._target}/{name}")
+
+    def release(self) -> None:
+        """See `Place`."""
 
 
 class ObjectFile(DigestFile):

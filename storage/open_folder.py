@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,8 +19,28 @@ from storage.store import LocalStore, Store
 from storage.trace import RoutingSpec
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Closed part files, relative to the dataset in `folder`, that no manifest lists yet."""
+
+    folder: str
+    files: list[PartFile]
+
+    @property
+    def sample_ids(self) -> set[str]:
+        """All samples in them."""
+        return {sample_id for file in self.files for sample_id in file.sample_ids}
+
+
 class Place(Protocol):
     """Where the files of an open folder go: a staging directory, or the object store itself."""
+
+    @property
+    def folder(self) -> str:
+        """Where they lie before the commit, relative to the dataset."""
+
+    def adopt(self, folder: str, name: str, index: int) -> str:
+        """Take the closed part `name` of another place, which lies in its `folder`; the name it has here."""
 
     def new_part(self, index: int) -> tuple[str, DigestFile]:
         """The final name of a part, and a file to write it to."""
@@ -35,6 +56,9 @@ class Place(Protocol):
 
     def remove(self) -> None:
         """Drop what was written."""
+
+    def release(self) -> None:
+        """Leave alone what another place has adopted."""
 
 
 class OpenFolder:
@@ -69,6 +93,19 @@ class OpenFolder:
                 self._close_part()
         self.sample_ids.update(table.column("sample_id").to_pylist())
 
+    def close(self) -> Parts:
+        """Close the files, for another folder to adopt them."""
+        self._close_part()
+        return Parts(self._place.folder, self._files)
+
+    def adopt(self, parts: Parts) -> None:
+        """Add the closed files of another folder of the same step."""
+        self._close_part()
+        for file in parts.files:
+            name = self._place.adopt(parts.folder, file.path, len(self._files))
+            self._files.append(replace(file, path=name))
+        self.sample_ids.update(parts.sample_ids)
+
     def seal(self, steps: list[tuple[int, int]]) -> None:
         """Close the files and prepare a manifest of these steps and their numbers of samples."""
         self._close_part()
@@ -87,6 +124,10 @@ class OpenFolder:
         if self._part is not None:
             self._part[1].discard()
         self._place.remove()
+
+    def release(self) -> None:
+        """Leave alone the files, which another folder has adopted and committed."""
+        self._place.release()
 
     def _close_part(self) -> None:
         if self._part is not None:
@@ -108,6 +149,17 @@ class StagedPlace:
         """See `Place`."""
         self._parts.append(f"part-{index:05d}.parquet")
         return self._parts[-1], DigestFile.create(self._staged(self._parts[-1]))
+
+    @property
+    def folder(self) -> str:
+        """See `Place`."""
+        return str(self._staging.path.relative_to(self._root))
+
+    def adopt(self, folder: str, name: str, index: int) -> str:
+        """See `Place`. The bytes were fsynced by whoever wrote them, the directory is before the commit."""
+        self._parts.append(f"part-{index:05d}.parquet")
+        (self._root / folder / name).with_suffix(".staging").rename(self._staged(self._parts[-1]))
+        return self._parts[-1]
 
     def seal(self, manifest: bytes) -> None:
         """See `Place`."""
@@ -131,6 +183,10 @@ class StagedPlace:
 
     def remove(self) -> None:
         """See `Place`."""
+        self._staging.remove()
+
+    def release(self) -> None:
+        """See `Place`. The files are gone from here, the directory is not."""
         self._staging.remove()
 
     def _staged(self, name: str) -> Path:

@@ -22,7 +22,8 @@ def fake_client(config: PipelineConfig, **fake_options: Any) -> RolloutClient:
         engine_options=fake_options,
         backend_factory=FakeBackend,
     )
-    return RolloutClient(pool, actors.open_recorder(config.traces, pool.info.spec), config.run)
+    recorder = actors.open_recorder(config.traces, pool.info.spec, num_sinks=config.actors.num_sinks)
+    return RolloutClient(pool, recorder, config.run)
 
 
 if __name__ == "__main__":

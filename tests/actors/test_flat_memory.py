@@ -36,7 +36,7 @@ def resident(pid: int) -> float:
 
 
 def sink_pid(recorder: RemoteRecorder) -> int:
-    return int(ray.get(recorder._sink.__ray_call__.remote(lambda self: __import__("os").getpid())))
+    return int(ray.get(recorder._sinks[0].__ray_call__.remote(lambda self: __import__("os").getpid())))
 
 
 def test_memory_stays_flat_over_300_steps(tmp_path: Path) -> None:

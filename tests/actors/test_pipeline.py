@@ -34,6 +34,7 @@ def write_run(
     model: str = "fake",
     on_error: str = "stop",
     num_actors: int = 1,
+    traces: str = "traces",
     extra: str = "",
 ) -> Path:
     """A config of 5 prompts, 2 per step, 3 samples each; the fake takes `milliseconds` per sample."""
@@ -41,7 +42,7 @@ def write_run(
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     path = folder / "run.toml"
     path.write_text(
-        f'model = "{model}"\ntraces = "traces"\nrun = "r"\nprompts = "prompts.jsonl"\n'
+        f'model = "{model}"\ntraces = "{traces}"\nrun = "r"\nprompts = "prompts.jsonl"\n'
         f'steps = {steps}\nprompts_per_step = 2\nnum_samples = 3\non_error = "{on_error}"\n'
         f"[sampling]\nseed = 0\nmax_tokens = 8\n[actors]\nnum_actors = {num_actors}\nnum_cpus = 0.5\n{extra}"
     )

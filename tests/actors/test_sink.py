@@ -227,7 +227,7 @@ def test_a_sink_that_died_says_so_and_committed_steps_are_intact(recorder: Remot
     recorder.write(remote(traces_of(0)), 0)
     recorder.commit(0)
     recorder.write(remote(traces_of(1)), 1)
-    ray.kill(recorder._sink)
+    ray.kill(recorder._sinks[0])
     with pytest.raises(SinkDiedError, match=f"the actor that writes {root} died.*open the dataset again"):
         recorder.commit(1)
     again = actors.open_recorder(root, SPEC)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
@@ -23,48 +20,17 @@ from storage import (
     repair_dataset,
     verify_dataset,
 )
+from storage.joint_writer import JointWriter
 from storage.store import open_store
 from storage.summary import summarise
+from tests.s3 import s3_server
 from tests.storage.builders import SPEC, make_trace, make_traces
-
-pytest.importorskip("obstore")
-boto3 = pytest.importorskip("boto3")
-pytest.importorskip("moto")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(300):
-        assert server.poll() is None, "the S3 server ended"
-        try:
-            urlopen(url).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise TimeoutError(url)
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    credentials = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (credentials | {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}).items():
-            patch.setenv(name, value)
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, **quiet) as server:
-            try:
-                wait_for(f"{url}/moto-api/", server)
-                boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="traces")
-                yield "s3://traces"
-            finally:
-                server.kill()
+    with s3_server() as url:
+        yield url
 
 
 @pytest.fixture
@@ -156,9 +122,26 @@ def test_of_committers_that_race_exactly_one_wins(url: str) -> None:
     assert TraceDataset(url).verify() == []
 
 
+def test_the_parts_of_two_writers_are_one_commit(url: str) -> None:
+    with JointWriter(url, SPEC) as first, JointWriter(url, SPEC) as helper:
+        first.write([make_trace(0, 0)], step=0)
+        for step in (0, 1):
+            helper.write([make_trace(step, 1)], step=step)
+        parts = [helper.hand_over(step) for step in (0, 1)]
+        assert TraceDataset(url).steps == []
+        first.take_over(parts[:1], step=0)
+        first.commit(0)
+        helper.release(0)
+        helper.abandon(1)
+    assert list(TraceDataset(url)) == [make_trace(0, 0), make_trace(0, 1)]
+    assert TraceDataset(url).verify() == []
+    assert open_store(url).names("step-000000001") == []
+
+
 KILLED = """
 import os, signal, sys
 from storage import TraceWriter
+from tests.s3 import s3_server
 from tests.storage.builders import SPEC, make_traces
 with TraceWriter(sys.argv[1], SPEC) as writer:
     writer.write(make_traces(0), step=0)
