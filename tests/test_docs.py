@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rollout.__main__ import build_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -28,3 +31,14 @@ def test_files_that_the_docs_name_exist() -> None:
     for page in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for name in re.findall(r"`((?:storage|rollout|actors|tests|examples|docs)/[\w./-]+\.\w+)`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def command_lines(page: Path) -> list[str]:
+    """The lines of a page's shell blocks that call `moe-rollout`, comments and all."""
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL))
+    return [line for line in shell.splitlines() if line.startswith("moe-rollout ")]
+
+
+@pytest.mark.parametrize("line", [line for page in (*PAGES, ROOT / "README.md") for line in command_lines(page)])
+def test_the_command_line_takes_what_the_docs_type(line: str) -> None:
+    build_parser().parse_args(shlex.split(line, comments=True)[1:])

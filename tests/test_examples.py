@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutClient, SamplingParams
+from rollout.run_pictures import read_comparison
 from rollout.tiny_moe import MODEL_PATH, exact_match, problems
 from storage import TraceDataset
 
@@ -72,6 +73,8 @@ def test_the_comparison_writes_a_table_and_a_picture_and_goes_on_where_it_stoppe
         *("seed0-native.json", "seed0-replay.json", "comparison.json", "comparison.md", "comparison.png")
     }
     assert "| steps | 2 | 2 |" in (tmp_path / "comparison.md").read_text()
+    (replayed,) = read_comparison(tmp_path / "comparison.json")["true"]  # what `moe-rollout plot --mismatch` draws
+    assert replayed.k3 == [m["k3"] for m in compare.load(tmp_path)[True][0]["replayed"]]
     written = (tmp_path / "seed0-native.json").stat().st_mtime_ns
     compare.main()
     assert (tmp_path / "seed0-native.json").stat().st_mtime_ns == written
