@@ -15,30 +15,31 @@ import pytest
 from tests.sim.engines import on_sim, tiny
 
 STEPS = 20
-REQUESTS = 8
+REQUESTS = 32
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory):
     path = tiny("mixtral", tmp_path_factory.mktemp("mixtral"))
-    rig = on_sim(path, max_running_requests=REQUESTS, kv_tokens=64 * REQUESTS, max_batch_tokens=128)
+    rig = on_sim(path, max_running_requests=REQUESTS, kv_tokens=64 * REQUESTS, max_batch_tokens=256)
     yield rig
     rig.built.close()
 
 
 class Times(NamedTuple):
-    """Simulated seconds of the whole run, and by step: on the device, on the host, and of the latter those between
-    queueing the step and waiting for a result, when both are at work."""
+    """Simulated seconds of each step: of the whole, on the device, on the host, and of the latter those beside the
+    device even in a synchronous step: between queueing it and waiting for it, the engine notes what it launched."""
 
-    total: float
+    total: np.ndarray
     device: np.ndarray
     host: np.ndarray
-    between: np.ndarray
+    beside: np.ndarray
 
 
 def last_queued(rig):
-    """When the last kernel was queued."""
-    return max(op.queued for op in rig.built.stream.compute.queue if op.name not in ("event", "reuse"))
+    """When the last kernel was queued; looking takes no time."""
+    with rig.sim.clock.paused():
+        return max(op.queued for op in rig.built.stream.compute.queue if op.name not in ("event", "reuse"))
 
 
 def steady_decode(rig, overlap, kernel_seconds):
@@ -62,7 +63,7 @@ def steady_decode(rig, overlap, kernel_seconds):
     rig.finish()
     total, waited, device = [np.diff(column) for column in zip(*marks, strict=True)]
     queued, waiting = moments[: 2 * STEPS : 2], moments[1 : 2 * STEPS : 2]
-    return Times(sum(total), device, total - waited, np.subtract(waiting, queued))
+    return Times(total, device, total - waited, np.subtract(waiting, queued))
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +76,19 @@ def host_seconds_per_kernel(rig):
 
 @pytest.mark.parametrize("ratio", [1.0, 4.0], ids=["d = h", "d = 4 h"])
 def test_synchronous_steps_take_the_sum(rig, host_seconds_per_kernel, ratio):
+    """Medians over the steps: a busy machine makes some of them many times longer."""
     times = steady_decode(rig, False, ratio * host_seconds_per_kernel)
-    alone = np.maximum(times.device - times.between, 0)
-    assert times.total == pytest.approx(sum(times.host) + sum(alone), rel=0.05)
-    assert sum(alone) >= 0.5 * sum(times.device)
+    beside = np.minimum(times.beside, times.device)
+    assert np.median(times.total / (times.device + times.host - beside)) == pytest.approx(1, rel=0.05)
+    assert np.median(beside / times.host) < 0.2
+    assert np.median(times.total / (times.device + times.host)) > 0.9
 
 
 @pytest.mark.parametrize("ratio", [1.0, 4.0], ids=["d = h", "d = 4 h"])
 def test_overlapped_steps_take_the_larger_of_both(rig, host_seconds_per_kernel, ratio):
     times = steady_decode(rig, True, ratio * host_seconds_per_kernel)
     larger = sum(np.maximum(times.device, times.host))
-    assert max(sum(times.device), sum(times.host)) * 0.95 <= times.total <= larger * 1.05
+    assert max(sum(times.device), sum(times.host)) * 0.95 <= sum(times.total) <= larger * 1.05
 
 
 def test_finalize_never_waits_for_the_step_that_is_running(rig):
