@@ -17,11 +17,13 @@ WORKLOADS = {"mixed": (mixed_workload, {}), "yields": (growing_workload, {"kv_to
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("recording", [True, False], ids=["recording", "recording off"])
 @pytest.mark.parametrize("without_graphs", [False, True], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_are_the_cpus(tmp_path, family, without_graphs, workload):
+def test_results_are_the_cpus(tmp_path, family, without_graphs, recording, workload):
     path = tiny(family, tmp_path)
     run, options = WORKLOADS[workload]
+    options = {"enable_return_routed_experts": recording, **options}
     cpu = on_cpu(path, **options)
     expected = outcomes(run(cpu))
     cpu.built.close()

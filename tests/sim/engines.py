@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,17 +126,47 @@ def growing_workload(rig: Rig) -> list[Request]:
 
 def outcome(request: Request) -> dict[str, Any]:
     """All that a caller gets of a request; the part of an aborted one that was delivered."""
-    assert request.routes is not None
-    limit = request.prompt_len + len(request.output_ids) - 1
+    limit = request.prompt_len + len(request.output_ids) - 1 if request.output_ids else 0
     return {
         "finish_reason": request.finish_reason,
         "error": request.error,
         "tokens": request.output_ids,
         "logprobs": request.logprobs,
         "raw_logprobs": request.raw_logprobs,
-        "routes": request.routes.take(limit if request.output_ids else 0).tolist(),
+        "routes": None if request.routes is None else request.routes.take(limit).tolist(),
     }
 
 
 def outcomes(requests: list[Request]) -> list[dict[str, Any]]:
     return [outcome(request) for request in requests]
+
+
+class Mended:
+    """One engine for many faults; rebuilt when a fault broke it for good.
+
+    Args:
+        build: makes the engine.
+        check: raises when its results are wrong.
+    """
+
+    def __init__(self, build: Callable[[], Rig], check: Callable[[Rig], None]) -> None:
+        self._build, self._check = build, check
+        self._rig: Rig | None = None
+
+    def healthy(self, prepare: Callable[[Rig], None]) -> Rig:
+        """The engine after `prepare`; it passes the check."""
+        if self._rig is None or not self._passes(self._rig, prepare):
+            self._rig = self._build()
+            assert self._rig.sim is not None
+            self._rig.sim.raises = True
+            prepare(self._rig)
+            self._check(self._rig)
+        return self._rig
+
+    def _passes(self, rig: Rig, prepare: Callable[[Rig], None]) -> bool:
+        try:
+            prepare(rig)
+            self._check(rig)
+        except Exception:
+            return False
+        return True

@@ -20,7 +20,7 @@ from rollout.model_runner import GenerationBatchResult
 from rollout.router import watch
 from storage.sites import find_routers
 from tests.sim.device import DEVICE, SimTensor
-from tests.sim.engines import Rig, on_cpu, on_sim, outcomes, short_workload, tiny
+from tests.sim.engines import Mended, Rig, on_cpu, on_sim, outcomes, short_workload, tiny
 from tests.sim.streams import Adversary, copies_late, late
 
 
@@ -61,32 +61,9 @@ def check(rig: Rig, expected: list[dict[str, Any]]) -> None:
     assert rig.built.engine.idle
 
 
-class Mended:
-    """One engine for many faults; rebuilt when a fault broke it for good."""
-
-    def __init__(self, path: Any, expected: list[dict[str, Any]]) -> None:
-        self._path, self._expected = path, expected
-        self._rig: Rig | None = None
-
-    def healthy(self, adversary: Adversary) -> Rig:
-        if self._rig is None or not self._passes(self._rig, adversary):
-            self._rig = on_sim(self._path)
-            self._rig.sim.raises = True
-            assert self._passes(self._rig, adversary)
-        return self._rig
-
-    def _passes(self, rig: Rig, adversary: Adversary) -> bool:
-        rig.sim.scheduler.adversary = adversary
-        try:
-            check(rig, self._expected)
-        except Exception:
-            return False
-        return True
-
-
 @pytest.fixture(scope="module")
 def mended(path, expected):
-    return Mended(path, expected)
+    return Mended(lambda: on_sim(path), lambda rig: check(rig, expected))
 
 
 Mutant = Callable[[pytest.MonkeyPatch, Rig], None]
@@ -243,7 +220,7 @@ MUTANTS: dict[str, tuple[Adversary, Mutant]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_check_sees_the_fault(mutant, mended, expected):
     adversary, mutate = MUTANTS[mutant]
-    rig = mended.healthy(adversary)
+    rig = mended.healthy(lambda rig: setattr(rig.sim.scheduler, "adversary", adversary))
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch, rig)
         with pytest.raises(AssertionError):
