@@ -25,7 +25,7 @@ def survey_pictures(survey: Survey) -> list[Picture]:
     pictures = [load_map(survey), entropy_over_steps(survey)]
     if survey.neighbours:
         pictures.append(reuse_between_neighbours(survey))
-    if len(survey.loads_of_versions) > 1:
+    if len(survey.versions) > 1:
         pictures.append(load_moved_by_versions(survey))
     return pictures
 
@@ -136,33 +136,38 @@ def _draw_reuse(survey: Survey) -> Figure:
 
 
 def load_moved_by_versions(survey: Survey) -> Picture:
-    """Per site the share of load that moved since the first weight version, beside what sampling alone gives."""
-    first, *later = sorted(survey.loads_of_versions)
+    """Per site the share of load that moved since the first weight version, beside what other prompts alone explain."""
+    first, *later = survey.versions
     shown = [later[i] for i in np.unique(np.linspace(0, len(later) - 1, MAX_VERSIONS).round().astype(int))]
+    chance = np.mean([survey.moved_by_chance(first, version) for version in shown], axis=0)
+    noise = "each version has too few prompts to say how much."
+    if not np.isnan(chance).any():
+        noise = "about the dashed line, estimated from two halves of each version's prompts."
+    some = f" {len(shown)} of {len(later)} later versions are drawn." if len(shown) < len(later) else ""
     return Picture(
         "weight_versions",
         "Load moved between weight versions",
-        f"Share of expert assignments that are with another expert than under weight version {first}, per layer. The "
-        "versions saw other tokens: the dashed line is what equal routers would show for that reason alone, if tokens "
-        "were independent."
-        + (f" {len(shown)} of {len(later)} later versions are drawn." if len(shown) < len(later) else ""),
-        lambda: _draw_versions(survey, shown, first),
+        f"Share of expert assignments that are with another expert than under weight version {first}, per layer. Other "
+        f"prompts alone would move some load: {noise}{some}",
+        lambda: _draw_versions(survey, shown, first, chance),
     )
 
 
-def _draw_versions(survey: Survey, shown: list[int], first: int) -> Figure:
+def _draw_versions(survey: Survey, shown: list[int], first: int, chance: np.ndarray) -> Figure:
     figure, axes = canvas.new_axes(LAYER, f"load moved since version {first}")
     for version, colour in zip(shown, canvas.colours_of(len(shown)), strict=True):
         moved = survey.moved_between(first, version)
         axes.plot(moved, "o-", color=colour, markersize=3, linewidth=1.2, label=f"version {version}")
-    noise = survey.moved_by_chance(first, shown[-1])
-    axes.plot(noise, "--", color=canvas.GREY, linewidth=2, label="expected from sampling alone")
+    several = len(shown) > 3
+    if several:
+        canvas.colour_scale(figure, axes, [str(version) for version in shown], "weight version")
+    if not np.isnan(chance).any():
+        axes.plot(chance, "--", color=canvas.GREY, linewidth=2.5, label="from other prompts alone")
     axes.set_ylim(bottom=0)
     canvas.label_sites(axes.xaxis, survey.spec.sites, 24)
     canvas.percent(axes.yaxis)
     handles, labels = axes.get_legend_handles_labels()
-    if len(shown) > 3:
-        canvas.colour_scale(figure, axes, [str(version) for version in shown], "weight version")
-        handles, labels = handles[-1:], labels[-1:]
-    canvas.legend_above(axes, handles=handles, labels=labels)
+    skipped = len(shown) if several else 0
+    if handles[skipped:]:
+        canvas.legend_above(axes, handles=handles[skipped:], labels=labels[skipped:])
     return figure

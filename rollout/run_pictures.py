@@ -72,11 +72,11 @@ def _draw_mismatch(runs: dict[str, list[Curves]]) -> Figure:
     k3, clipped, reward = figure.subplots(1, 3)
     for on, (label, colour) in LOOKS.items():
         for axes, name in ((k3, "k3"), (clipped, "clipped"), (reward, "reward")):
-            curves = [smooth(getattr(run, name), SMOOTHED) for run in runs[on]]
+            curves = [getattr(run, name) for run in runs[on]]
             for curve in curves:
-                axes.plot(curve, color=colour, linewidth=0.8, alpha=0.45)
-            shortest = min(map(len, curves))
-            axes.plot(np.mean([c[:shortest] for c in curves], axis=0), color=colour, linewidth=2.2, label=label)
+                axes.plot(*smooth(curve, SMOOTHED), color=colour, linewidth=0.8, alpha=0.45)
+            mean = np.mean([curve[: min(map(len, curves))] for curve in curves], axis=0)
+            axes.plot(*smooth(mean, SMOOTHED), color=colour, linewidth=2.2, label=label)
     k3.set(title="KL (k3)", yscale="log", ylabel="nats per token")
     clipped.set(title="Outside the clip range", ylabel="sampled tokens")
     canvas.percent(clipped.yaxis)
@@ -84,17 +84,20 @@ def _draw_mismatch(runs: dict[str, list[Curves]]) -> Figure:
     for axes in (k3, clipped, reward):
         axes.set_xlabel("training step")
         axes.grid(True)
-    canvas.legend_above(reward)
+        canvas.whole_numbers(axes.xaxis)
+    figure.legend(*reward.get_legend_handles_labels(), loc="outside upper right", ncols=2)
     return figure
 
 
-def smooth(values: Sequence[float], width: int) -> np.ndarray:
-    """Running mean over `width` values; shorter series as they are.
+def smooth(values: Sequence[float] | np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Running mean over `width` values, after the step that it ends with; shorter series as they are.
 
-    >>> smooth([1.0, 2.0, 3.0], 2).tolist()
-    [1.5, 2.5]
+    >>> [part.tolist() for part in smooth([1.0, 2.0, 6.0], 2)]
+    [[1, 2], [1.5, 4.0]]
     """
-    return np.convolve(values, np.ones(width) / width, "valid") if len(values) >= width else np.array(values)
+    if len(values) < width:
+        return np.arange(len(values)), np.array(values)
+    return np.arange(width - 1, len(values)), np.convolve(values, np.ones(width) / width, "valid")
 
 
 def timeline(paths: Sequence[str | Path]) -> Picture:

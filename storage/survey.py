@@ -5,17 +5,18 @@ One pass over the data; one row group and the counts are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 
 from storage.choices import also_in, blocks, by_site, no_choices, used_slots
 from storage.convert_routes import all_rows
 from storage.dataset import Steps, TraceDataset
-from storage.drift import add_versions, load_moved
+from storage.drift import add_versions
 from storage.stats import load_entropy
-from storage.trace import RoutingSpec, Site, Trace
+from storage.trace import RoutingSpec, Trace
 
 
 @dataclass
@@ -31,7 +32,6 @@ class Survey:
     Attributes:
         steps: those with a recorded row, in the order added. rows: recorded. samples: all, with routes or not.
         neighbours: pairs of recorded rows of adjacent tokens.
-        loads_of_versions: by weight version int64 `[sites, experts]`, as `storage.choices.count_choices` returns.
     """
 
     spec: RoutingSpec
@@ -39,7 +39,8 @@ class Survey:
     samples: int = 0
     rows: int = 0
     neighbours: int = 0
-    loads_of_versions: dict[int, np.ndarray] = field(default_factory=dict)
+    _first_halves: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+    _second_halves: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
     _entropy: list[list[float]] = field(default_factory=list, repr=False)
     _reused: np.ndarray = field(init=False, repr=False)
 
@@ -48,20 +49,25 @@ class Survey:
 
     def add_step(self, step: int, traces: Iterable[Trace]) -> None:
         """Count the traces of one step."""
-        loads: dict[int, np.ndarray] = {}
+        halves: tuple[dict[int, np.ndarray], dict[int, np.ndarray]] = ({}, {})
         for trace in traces:
             self.samples += 1
             if trace.routed_experts is not None:
                 ids, recorded = all_rows(trace, self.spec)
-                add_versions(loads, trace.weight_versions, ids, recorded, self.spec)
+                half = halves[blake2b(trace.group_id.encode(), digest_size=1).digest()[0] % 2]
+                add_versions(half, trace.weight_versions, ids, recorded, self.spec)
                 self._add_neighbours(ids, recorded)
-        for version, counts in loads.items():
-            self.loads_of_versions[version] = self.loads_of_versions.get(version, 0) + counts
-        if loads:
+        for total, loads in zip((self._first_halves, self._second_halves), halves, strict=True):
+            for version, counts in loads.items():
+                total[version] = total.get(version, 0) + counts
+        if halves[0] or halves[1]:
             self.steps.append(step)
-            load = by_site(sum(loads.values(), no_choices(self.spec)), self.spec)
+            load = by_site(self._sum(*halves[0].values(), *halves[1].values()), self.spec)
             self.rows += int(load[0].sum()) // self.spec.sites[0].top_k
             self._entropy.append([load_entropy(counts) for counts in load])
+
+    def _sum(self, *loads: np.ndarray) -> np.ndarray:
+        return sum(loads, no_choices(self.spec))
 
     def _add_neighbours(self, ids: np.ndarray, recorded: np.ndarray) -> None:
         used = used_slots(self.spec)
@@ -72,7 +78,12 @@ class Survey:
 
     def load(self) -> list[np.ndarray]:
         """Of all steps; per site int64 `[num_experts]`, rows that chose each expert."""
-        return by_site(sum(self.loads_of_versions.values(), no_choices(self.spec)), self.spec)
+        return by_site(self._sum(*self._first_halves.values(), *self._second_halves.values()), self.spec)
+
+    @property
+    def versions(self) -> list[int]:
+        """The weight versions with a recorded row, ascending."""
+        return sorted({*self._first_halves, *self._second_halves})
 
     def entropy(self) -> np.ndarray:
         """float64 `[steps, sites]`: `storage.stats.load_entropy` of the step's load, 1.0 when it is balanced."""
@@ -95,26 +106,35 @@ class Survey:
         return np.array([((counts / self.rows) ** 2).sum() / site.top_k for site, counts in share])
 
     def moved_between(self, old: int, new: int) -> np.ndarray:
-        """float64 `[sites]`: `load_moved` from one weight version to another, that saw other tokens."""
-        return np.array([load_moved(before, after) for _, before, after in self._sites_of(old, new)])
+        """float64 `[sites]`: `storage.drift.load_moved` from one weight version to another, that saw other tokens."""
+        return _moved(self._sum(*self._halves(old)), self._sum(*self._halves(new)))
 
     def moved_by_chance(self, old: int, new: int) -> np.ndarray:
-        """float64 `[sites]`: about what `moved_between` gives for equal routers, when rows are independent.
+        """float64 `[sites]`: about what `moved_between` gives for equal routers because prompts differ.
 
-        Half the sum over the experts of E|N(0, p (1 - p) (1 / m + 1 / n))| / K, with p the share of rows that hold the
-        expert and m and n the rows of the two versions. Rows of one text are not independent, so it is a lower bound.
+        Estimated from the load that moves between two halves of a version's prompts, over all versions; the samples of
+        one prompt stay together, as they route alike. nan where each version has its prompts in one half.
         """
-        return np.array([_chance(before, after, site.top_k) for site, before, after in self._sites_of(old, new)])
+        return np.sqrt(self._spread() * sum(1 / self._sum(*self._halves(version))[0].sum() for version in (old, new)))
 
-    def _sites_of(self, old: int, new: int) -> Iterator[tuple[Site, np.ndarray, np.ndarray]]:
-        loads = (by_site(self.loads_of_versions[version], self.spec) for version in (old, new))
-        return zip(self.spec.sites, *loads, strict=True)
+    def _spread(self) -> np.ndarray:
+        """s `[sites]`, when the square of what moves by chance between loads of a and b rows is s (1/a + 1/b)."""
+        halves = [self._halves(version) for version in self.versions]
+        known = [
+            _moved(one, other) ** 2 / (1 / one[0].sum() + 1 / other[0].sum())
+            for one, other in halves
+            if one.any() and other.any()
+        ]
+        return np.mean(known, axis=0) if known else np.full(self.spec.num_sites, np.nan)
+
+    def _halves(self, version: int) -> tuple[np.ndarray, np.ndarray]:
+        empty = no_choices(self.spec)
+        return self._first_halves.get(version, empty), self._second_halves.get(version, empty)
 
 
-def _chance(before: np.ndarray, after: np.ndarray, top_k: int) -> float:
-    m, n = before.sum() / top_k, after.sum() / top_k
-    p = (before + after) / (m + n)
-    return float((np.sqrt(p * (1 - p) * (1 / m + 1 / n))).sum() * np.sqrt(2 / np.pi) / top_k / 2)
+def _moved(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    shares = (load / load.sum(1, keepdims=True) for load in (before, after))
+    return abs(np.subtract(*shares)).sum(1) / 2
 
 
 def survey_dataset(dataset: TraceDataset, steps: Steps = None) -> Survey:

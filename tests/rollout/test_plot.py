@@ -48,10 +48,15 @@ def drawn(pictures: list[canvas.Picture], name: str) -> Figure:
 
 
 def wide_traces(step: int, version: int) -> list[Trace]:
+    """Four prompts with 40 random rows each."""
     rng = np.random.default_rng(step)
-    ids = np.argsort(rng.random((40, 48, 200)), axis=-1)[..., :8].astype(np.uint8)
     tokens = {"prompt_ids": [1] * 20, "completion_ids": [2] * 21, "logprobs": np.zeros(21), "finish_reason": "stop"}
-    return [Trace(f"run/{step}/0/0", step, routed_experts=ids, weight_version=version, **tokens)]
+    ids = np.argsort(rng.random((4, 40, 48, 200)), axis=-1)[..., :8].astype(np.uint8)
+    names = [f"run/{step}/{prompt}/0" for prompt in range(4)]
+    return [
+        Trace(name, step, routed_experts=rows, weight_version=version, **tokens)
+        for name, rows in zip(names, ids, strict=True)
+    ]
 
 
 def labels_of(axis: Any) -> list[str]:
@@ -109,14 +114,23 @@ def test_pictures_are_left_out_where_there_is_nothing_to_show() -> None:
 
 
 def test_versions_are_drawn_against_the_first() -> None:
-    axes = drawn(survey_pictures(survey_of(ONE, make_pair())), "weight_versions").axes[0]
+    one_prompt = [replace(trace, group_id="one") for trace in make_pair()]
+    pictures = survey_pictures(survey_of(ONE, one_prompt))
+    axes = drawn(pictures, "weight_versions").axes[0]
     assert axes.lines[0].get_ydata().tolist() == [1]
     assert "version 0" in axes.get_ylabel()
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"version 1", "expected from sampling alone"}
-    many = survey_of(WIDE, *(wide_traces(step, version=step) for step in range(20)))
-    picture = next(p for p in survey_pictures(many) if p.name == "weight_versions")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["version 1"]
+    assert "too few prompts" in pictures[-1].caption
+
+
+def test_many_versions_are_thinned_out_and_stand_beside_chance() -> None:
+    survey = survey_of(WIDE, *(wide_traces(step, version=step) for step in range(20)))
+    picture = next(p for p in survey_pictures(survey) if p.name == "weight_versions")
     assert "12 of 19 later versions" in picture.caption
-    assert len(drawn([picture], "weight_versions").axes[0].lines) == 12 + 1
+    axes = drawn([picture], "weight_versions").axes[0]
+    assert len(axes.lines) == 12 + 1
+    assert axes.lines[-1].get_ydata() == pytest.approx(survey.moved_by_chance(0, 1))  # equal rows in all versions
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["from other prompts alone"]
 
 
 def test_drift_pictures_show_agreement_and_the_change_of_shares() -> None:
@@ -162,11 +176,12 @@ def test_mismatch_takes_what_each_runs_own_loss_saw(tmp_path: Path) -> None:
     runs = read_comparison(file)
     assert [run.k3 for run in runs["false"]] == [[1, 2, 3], [3, 6, 9]]
     assert [run.k3 for run in runs["true"]] == [[0.1, 0.2, 0.3]]
-    k3, clipped, reward = drawn([mismatch(file)], "mismatch").axes
+    figure = drawn([mismatch(file)], "mismatch")
+    k3, clipped, _ = figure.axes
     assert [line.get_ydata().tolist() for line in k3.lines] == [[1, 2, 3], [3, 6, 9], [2, 4, 6], *[[0.1, 0.2, 0.3]] * 2]
     assert clipped.lines[0].get_ydata().tolist() == [0.01, 0.02, 0.03]
-    assert [text.get_text() for text in reward.get_legend().get_texts()] == ["replay off", "replay on"]
-    assert smooth([1.0, 2.0, 6.0], 2).tolist() == [1.5, 4.0]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["replay off", "replay on"]
+    assert [part.tolist() for part in smooth([1.0, 2.0, 6.0], 2)] == [[1, 2], [1.5, 4.0]]
 
 
 @pytest.mark.parametrize(

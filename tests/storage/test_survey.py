@@ -66,19 +66,30 @@ def test_versions_by_hand() -> None:
     assert survey.moved_between(0, 1).tolist() == [1 / 3]  # 5 8 9 against 7 8 9
 
 
-def test_moved_by_chance_is_what_equal_routers_show() -> None:
-    """200 pairs of versions with one router: top 2 of 16 experts with unequal odds, 60 and 90 rows."""
+def test_moved_by_chance_is_what_equal_routers_show_on_other_prompts() -> None:
+    """100 pairs of versions with one router: 30 and 60 prompts, each with a taste of its own in its 8 rows."""
     rng, spec = np.random.default_rng(0), RoutingSpec.uniform(num_sites=1, num_experts=16, top_k=2)
+    odds = np.linspace(0, 2, 16)
+    tokens = {"prompt_ids": [1], "completion_ids": [1] * 8, "logprobs": np.zeros(8), "finish_reason": "stop"}
     expected, seen = [], []
-    for _ in range(200):
-        ids = np.argsort(-rng.gumbel(size=(150, 1, 16)) - np.linspace(0, 2, 16), axis=-1)[..., :2]
+    for pair in range(100):
         survey = Survey(spec)
-        tokens = {"prompt_ids": [1] * 60, "completion_ids": [1] * 91, "logprobs": np.zeros(91), "finish_reason": "stop"}
-        spans = [(0, 0, 60), (1, 60, 150)]
-        survey.add_step(0, [Trace("s", 0, routed_experts=ids.astype(np.uint8), weight_versions=spans, **tokens)])
+        traces = []
+        for prompt in range(90):
+            scores = odds + rng.normal(size=16) + rng.gumbel(size=(8, 1, 16))
+            ids = np.argsort(-scores, axis=-1)[..., :2].astype(np.uint8)
+            name = f"run{pair}/0/{prompt}/0"
+            traces.append(Trace(name, 0, routed_experts=ids, weight_version=int(prompt >= 30), **tokens))
+        survey.add_step(0, traces)
         expected.append(survey.moved_by_chance(0, 1)[0])
         seen.append(survey.moved_between(0, 1)[0])
-    assert np.mean(expected) == pytest.approx(np.mean(seen), rel=0.05)
+    assert np.mean(expected) == pytest.approx(np.mean(seen), rel=0.1)
+
+
+def test_one_prompt_says_nothing_about_chance() -> None:
+    survey = Survey(ONE)
+    survey.add_step(0, [replace(trace, group_id="one") for trace in make_pair()])
+    assert np.isnan(survey.moved_by_chance(0, 1)).all()
 
 
 def test_load_of_random_steps_against_duckdb(tmp_path: Path) -> None:
