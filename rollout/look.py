@@ -14,8 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from storage import TraceDataset
-from storage.drift import Drift, SiteDrift, compare_datasets, load_by_version, load_moved
-from storage.trace import RoutingSpec, Site
+from storage.drift import Drift, SiteDrift, compare_datasets
+from storage.survey import Survey, survey_dataset
+from storage.trace import Site
+
+TITLES = {"overlap": "overlap", "same_set": "same set", "load_moved": "moved", "moved_by_chance": "by chance"}
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -24,7 +27,7 @@ def compare(options: argparse.Namespace) -> int:
         raise ValueError("compare needs a second dataset or --versions V W, one of the two")
     dataset = TraceDataset(options.dir)
     if options.versions is not None:
-        found = compare_versions(dataset, *options.versions)
+        found = compare_versions(survey_dataset(dataset), options.dir, *options.versions)
     else:
         found = drift_json(compare_datasets(dataset, TraceDataset(options.other)), options.dir, options.other)
     if options.json:
@@ -54,27 +57,37 @@ def _site_json(site: Site, found: SiteDrift, rows: int) -> dict[str, Any]:
     return {**_name(site), **figures, **_movers(net, net / (rows * site.top_k), "moved")}
 
 
-def compare_versions(dataset: TraceDataset, old: int, new: int) -> dict[str, Any]:
+def compare_versions(survey: Survey, dataset: str, old: int, new: int) -> dict[str, Any]:
     """The loads of two weight versions as JSON values; `share` is the change of an expert's share of assignments.
+
+    `moved_by_chance` is about the `load_moved` that other prompts alone explain, None when there are too few to tell.
 
     Raises:
         ValueError: a version has no recorded rows.
     """
-    loads = load_by_version(dataset, dataset.spec)
-    if absent := [version for version in (old, new) if version not in loads]:
-        raise ValueError(f"weight version {absent[0]} has no recorded rows in {dataset.root}; recorded: {list(loads)}")
-    sites = [_load_json(site, loads[old][i], loads[new][i]) for i, site in enumerate(dataset.spec.sites)]
-    rows = {name: _rows(loads[version], dataset.spec) for name, version in (("rows", old), ("other_rows", new))}
-    return {"left": f"{dataset.root} version {old}", "right": f"{dataset.root} version {new}", **rows, "sites": sites}
+    if absent := [version for version in (old, new) if version not in survey.versions]:
+        raise ValueError(f"weight version {absent[0]} has no recorded rows in {dataset}; recorded: {survey.versions}")
+    before, after = survey.load_of(old), survey.load_of(new)
+    figures = zip(survey.moved_between(old, new), survey.moved_by_chance(old, new), strict=True)
+    sites = [
+        {
+            **_name(site),
+            "load_moved": float(moved),
+            "moved_by_chance": None if np.isnan(chance) else float(chance),
+            **_load_movers(before[index], after[index]),
+        }
+        for index, (site, (moved, chance)) in enumerate(zip(survey.spec.sites, figures, strict=True))
+    ]
+    rows = {
+        name: int(load[0].sum()) // survey.spec.sites[0].top_k
+        for name, load in (("rows", before), ("other_rows", after))
+    }
+    return {"left": f"{dataset} version {old}", "right": f"{dataset} version {new}", **rows, "sites": sites}
 
 
-def _load_json(site: Site, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+def _load_movers(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     change = after / after.sum() - before / before.sum()
-    return {**_name(site), "load_moved": load_moved(before, after), **_movers(change, change, None)}
-
-
-def _rows(load: list[np.ndarray], spec: RoutingSpec) -> int:
-    return int(load[0].sum()) // spec.sites[0].top_k
+    return _movers(change, change, None)
 
 
 def _name(site: Site) -> dict[str, Any]:
@@ -99,16 +112,16 @@ def compare_table(found: dict[str, Any], top: int) -> Table:
     """One row per site, the `top` experts that gained and lost most, in percentage points of the assignments."""
     by_row = "overlap" in found["sites"][0]
     table = Table(title=f"from {found['left']} to {found['right']}", caption=_caption(found, by_row))
-    for title in ("layer", *(["overlap", "same set"] if by_row else []), "moved"):
+    names = ("overlap", "same_set", "load_moved") if by_row else ("load_moved", "moved_by_chance")
+    for title in ("layer", *(TITLES[name] for name in names)):
         table.add_column(title, justify="right")
     table.add_column("gained")
     table.add_column("lost")
-    for label, site in zip(
-        site_labels([Site(s["site"], s["layer"], 1, 1) for s in found["sites"]]), found["sites"], strict=True
-    ):
-        figures = [site[name] for name in ("overlap", "same_set", "load_moved") if name in site]
+    labels = site_labels([Site(site["site"], site["layer"], 1, 1) for site in found["sites"]])
+    for label, site in zip(labels, found["sites"], strict=True):
+        figures = ["-" if site[name] is None else f"{site[name]:.2%}" for name in names]
         movers = [", ".join(_mover(expert) for expert in site[kind][:top]) or "-" for kind in ("gained", "lost")]
-        table.add_row(label, *(f"{figure:.2%}" for figure in figures), *movers)
+        table.add_row(label, *figures, *movers)
     return table
 
 
@@ -135,7 +148,7 @@ def _caption(found: dict[str, Any], by_row: bool) -> str:
         "gained, lost: expert id, change of its share of assignments in points"
     )
     if not by_row:
-        return f"{found['rows']} and {found['other_rows']} rows\n{experts}"
+        return f"{found['rows']} and {found['other_rows']} rows\nby chance: from other prompts alone\n{experts}"
     return (
         f"{found['rows']} rows of {found['samples']} samples; {found['other_tokens']} with other tokens, compared up "
         f"to there;\n{found['unrecorded']} without routes; on one side only: {found['only_left']} and "

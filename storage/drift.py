@@ -1,22 +1,22 @@
-"""Routing drift: how far two datasets, or two weight versions of one, send tokens to other experts.
+"""Routing drift: how far two datasets send the same tokens to other experts.
 
-Two datasets are joined by sample id and compared row by row: row i of both is compared when both recorded it and the
-tokens up to i are equal, since a row depends on the tokens before it. Two versions are compared by load alone.
+They are joined by sample id and compared row by row: row i of both is compared when both recorded it and the tokens up
+to i are equal, since a row depends on the tokens before it. Weight versions of one dataset, which saw other tokens, are
+compared by load alone: see survey.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from storage.choices import also_in, blocks, by_site, count_choices, no_choices, used_slots
+from storage.choices import also_in, blocks, count_choices, no_choices, used_slots
 from storage.convert_routes import all_rows
 from storage.dataset import TraceDataset
 from storage.errors import SpecMismatchError
-from storage.trace import RoutingSpec, Trace, WeightSpan
+from storage.trace import RoutingSpec, Trace
 
 
 class SiteDrift(NamedTuple):
@@ -151,35 +151,6 @@ def compare_datasets(left: TraceDataset, right: TraceDataset) -> Drift:
     for ours, theirs in zip(left.select(shared), right.select(shared), strict=True):
         drift.add(ours, theirs)
     return drift
-
-
-def load_by_version(traces: Iterable[Trace], spec: RoutingSpec) -> dict[int, list[np.ndarray]]:
-    """Per weight version, ascending, and site: int64 `[num_experts]`, how many recorded rows chose each expert.
-
-    >>> load_by_version(dataset, dataset.spec)[1][0]
-    array([1, 3, 1, 1])
-    """
-    loads: dict[int, np.ndarray] = {}
-    for trace in traces:
-        if trace.routed_experts is not None:
-            add_versions(loads, trace.weight_versions, *all_rows(trace, spec), spec)
-    return {version: by_site(loads[version], spec) for version in sorted(loads)}
-
-
-def add_versions(
-    loads: dict[int, np.ndarray],
-    spans: Sequence[WeightSpan],
-    ids: np.ndarray,
-    recorded: np.ndarray,
-    spec: RoutingSpec,
-) -> None:
-    """Add the rows of a trace, as `all_rows` returns them, to loads `[sites, experts]` per weight version. A version
-    without a recorded row gets no entry."""
-    for version, start, end in spans:
-        rows = ids[start:end][recorded[start:end]]
-        if len(rows):
-            counts = count_choices(rows, used_slots(spec), spec)
-            loads[version] = loads[version] + counts if version in loads else counts
 
 
 def _shared_prefix(left: list[int], right: list[int]) -> int:

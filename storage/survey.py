@@ -5,18 +5,17 @@ One pass over the data; one row group and the counts are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 
-from storage.choices import also_in, blocks, by_site, no_choices, used_slots
+from storage.choices import also_in, blocks, by_site, count_choices, no_choices, used_slots
 from storage.convert_routes import all_rows
 from storage.dataset import Steps, TraceDataset
-from storage.drift import add_versions
 from storage.stats import load_entropy
-from storage.trace import RoutingSpec, Trace
+from storage.trace import RoutingSpec, Trace, WeightSpan
 
 
 @dataclass
@@ -80,6 +79,10 @@ class Survey:
         """Of all steps; per site int64 `[num_experts]`, rows that chose each expert."""
         return by_site(self._sum(*self._first_halves.values(), *self._second_halves.values()), self.spec)
 
+    def load_of(self, version: int) -> list[np.ndarray]:
+        """Of the rows computed with one weight version, as `load`; zeros when there are none."""
+        return by_site(self._sum(*self._halves(version)), self.spec)
+
     @property
     def versions(self) -> list[int]:
         """The weight versions with a recorded row, ascending."""
@@ -130,6 +133,22 @@ class Survey:
     def _halves(self, version: int) -> tuple[np.ndarray, np.ndarray]:
         empty = no_choices(self.spec)
         return self._first_halves.get(version, empty), self._second_halves.get(version, empty)
+
+
+def add_versions(
+    loads: dict[int, np.ndarray],
+    spans: Sequence[WeightSpan],
+    ids: np.ndarray,
+    recorded: np.ndarray,
+    spec: RoutingSpec,
+) -> None:
+    """Add the rows of a trace, as `all_rows` returns them, to loads `[sites, experts]` per weight version. A version
+    without a recorded row gets no entry."""
+    for version, start, end in spans:
+        rows = ids[start:end][recorded[start:end]]
+        if len(rows):
+            counts = count_choices(rows, used_slots(spec), spec)
+            loads[version] = loads[version] + counts if version in loads else counts
 
 
 def _moved(before: np.ndarray, after: np.ndarray) -> np.ndarray:

@@ -57,6 +57,7 @@ def test_compare_of_two_weight_versions(tmp_path: Path, capsys: pytest.CaptureFi
     assert (found["rows"], found["other_rows"]) == (3, 1)
     (site,) = found["sites"]
     assert site["load_moved"] == 1
+    assert site["moved_by_chance"] == pytest.approx((8 / 9) ** 0.5)  # halves of 1 and 2 rows: s = 1 / (1 + 1/2)
     assert site["gained"] == [{"expert": 7, "share": 1.0}]
     assert sorted(expert["expert"] for expert in site["lost"]) == [5, 8, 9]
     assert main(["compare", root, "--versions", "0", "1"]) == 0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from storage import RoutingSpec, Site, SpecMismatchError, Trace, TraceDataset, TraceWriter
-from storage.drift import Drift, compare_datasets, load_by_version, load_moved
-from tests.storage.builders import ONE, SPEC, make_pair, make_trace
+from storage.drift import Drift, compare_datasets, load_moved
+from tests.storage.builders import SPEC, make_trace
 from tests.storage.toy import TOY, holed_trace, long_trace, short_trace
 
 TURNED = [[[1, 0], [2, 3]], [[1, 3], [0, 3]], [[3, 1], [1, 3]]]
@@ -123,14 +123,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         compare_datasets(toy, written(tmp_path / "spec", SPEC, [make_trace()]))
     with pytest.raises(ValueError, match=r"no sample id of .* \(1 samples, 'long' first\) is in"):
         compare_datasets(toy, written(tmp_path / "other", TOY, [short_trace()]))
-
-
-def test_load_by_version_counts_recorded_rows_under_their_version() -> None:
-    loads = load_by_version(make_pair(), ONE)
-    assert list(loads) == [0, 1]
-    assert np.flatnonzero(loads[0][0]).tolist() == [5, 8, 9]
-    assert np.flatnonzero(loads[1][0]).tolist() == [7]
-    assert load_moved(loads[0][0], loads[1][0]) == 1
 
 
 def test_samples_are_selected_in_the_order_asked(tmp_path: Path) -> None:

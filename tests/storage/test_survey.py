@@ -61,6 +61,8 @@ def test_sites_may_differ_in_experts_and_top_k() -> None:
 def test_versions_by_hand() -> None:
     survey = Survey(ONE)
     survey.add_step(0, make_pair())  # version 0 chose 5, 8 and 9, version 1 chose 7
+    assert survey.versions == [0, 1]
+    assert [np.flatnonzero(survey.load_of(version)[0]).tolist() for version in (0, 1)] == [[5, 8, 9], [7]]
     assert survey.moved_between(0, 1).tolist() == [1.0]
     survey.add_step(1, [replace(make_pair()[1], sample_id="later", weight_version=1, weight_versions=[(1, 0, 2)])])
     assert survey.moved_between(0, 1).tolist() == [1 / 3]  # 5 8 9 against 7 8 9
