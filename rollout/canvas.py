@@ -108,8 +108,10 @@ def label_every(count: int, room: int) -> list[int]:
 
 def label_sites(axis: Any, sites: Sequence[Site], room: int) -> None:
     """Name the sites along `axis` (an axes' xaxis or yaxis), as many as there is room for."""
-    shown, labels = label_every(len(sites), room), site_labels(sites)
-    axis.set_ticks(shown, [labels[i] for i in shown])
+    labels = site_labels(sites)
+    turned = axis.axis_name == "x" and max(map(len, labels)) > 3
+    shown = label_every(len(sites), 2 * room if turned else room)
+    axis.set_ticks(shown, [labels[i] for i in shown], rotation=90 if turned else 0)
 
 
 def legend_above(axes: Axes, reverse: bool = False, **entries: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,16 +125,23 @@ def compare_table(found: dict[str, Any], top: int) -> Table:
 
 
 def site_labels(sites: Sequence[Site]) -> list[str]:
-    """A short name per site: its decoder layer, with the module's name where two sites share the layer.
+    """A short name per site: its decoder layer, with the part of the module's name that tells it from its layer mates.
 
     >>> site_labels([Site("h.0.attention.router", 0, 4, 2), Site("h.0.mlp.router", 0, 4, 2), Site("h.1.gate", 1, 4, 2)])
-    ['0 attention.router', '0 mlp.router', '1']
+    ['0 attention', '0 mlp', '1']
     """
-    layers = Counter(site.layer for site in sites)
-    return [
-        str(site.layer) if layers[site.layer] == 1 else f"{site.layer} {site.name.partition(f'.{site.layer}.')[2]}"
-        for site in sites
-    ]
+    layers: dict[int, list[str]] = {}
+    for site in sites:
+        layers.setdefault(site.layer, []).append(site.name)
+    return [_label(site, layers[site.layer]) for site in sites]
+
+
+def _label(site: Site, mates: list[str]) -> str:
+    if len(mates) == 1:
+        return str(site.layer)
+    columns = zip(*(name.split(".") for name in mates), strict=False)
+    telling = next((column for column in columns if len(set(column)) == len(mates)), mates)
+    return f"{site.layer} {telling[mates.index(site.name)]}"
 
 
 def _mover(facts: dict[str, Any]) -> str:

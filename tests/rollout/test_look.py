@@ -91,4 +91,6 @@ def test_no_drift_is_no_mover(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_sites_that_share_a_layer_are_told_apart() -> None:
     sites = [Site("h.0.attention.router", 0, 4, 2), Site("h.0.mlp.router", 0, 4, 2), Site("h.1.gate", 1, 4, 2)]
-    assert site_labels(sites) == ["0 attention.router", "0 mlp.router", "1"]
+    assert site_labels(sites) == ["0 attention", "0 mlp", "1"]
+    alike = [Site("h.3.a.x", 3, 4, 2), Site("h.3.a.y", 3, 4, 2), Site("h.3.b.x", 3, 4, 2)]
+    assert site_labels(alike) == ["3 h.3.a.x", "3 h.3.a.y", "3 h.3.b.x"]

@@ -20,7 +20,7 @@ from rollout.__main__ import main
 from rollout.drift_pictures import drift_pictures
 from rollout.pictures import load_ratio, survey_pictures
 from rollout.run_pictures import mismatch, read_comparison, smooth, timeline
-from storage import RoutingSpec, Trace, TraceWriter
+from storage import RoutingSpec, Site, Trace, TraceWriter
 from storage.drift import Drift
 from storage.stats import load_entropy
 from storage.survey import Survey
@@ -148,18 +148,37 @@ def test_drift_pictures_show_agreement_and_the_change_of_shares() -> None:
     assert [picture.name for picture in drift_pictures(equal, "a", "b")] == ["agreement"]
 
 
+def assert_apart(axis: Any, low: str, high: str) -> None:
+    """The labels along an axis do not touch one another."""
+    boxes = [text.get_window_extent() for text in axis.get_ticklabels() if text.get_text()]
+    boxes.sort(key=lambda box: getattr(box, low))
+    assert len(boxes) > 4
+    assert all(getattr(a, high) < getattr(b, low) for a, b in itertools.pairwise(boxes))
+
+
 def test_labels_do_not_overlap_at_200_experts_and_48_layers() -> None:
     survey = survey_of(WIDE, *(wide_traces(step, version=step) for step in range(3)))
     for name in ("reuse", "weight_versions", "expert_load"):
         axes = drawn(survey_pictures(survey), name).axes[0]
-        for axis, low, high in ((axes.xaxis, "x0", "x1"), (axes.yaxis, "y0", "y1")):
-            boxes = [text.get_window_extent() for text in axis.get_ticklabels() if text.get_text()]
-            boxes.sort(key=lambda box: getattr(box, low))
-            assert len(boxes) > 4
-            assert all(getattr(a, high) < getattr(b, low) for a, b in itertools.pairwise(boxes)), name
+        assert_apart(axes.xaxis, "x0", "x1")
+        assert_apart(axes.yaxis, "y0", "y1")
     pixel = canvas.DPI / axes.figure.dpi  # a figure that is not saved yet is laid out at another resolution
     assert axes.get_window_extent().width * pixel / 200 > 5
     assert axes.get_window_extent().height * pixel / 48 > 15
+
+
+def test_names_of_two_routers_in_a_layer_do_not_overlap() -> None:
+    kinds = ("self_attention.experts.router", "mlp.router")
+    sites = (Site(f"model.layers.{n}.{kind}", n, 8, 2) for n in range(24) for kind in kinds)
+    spec = RoutingSpec(tuple(sites))
+    ids = np.argsort(np.random.default_rng(0).random((40, 48, 8)), axis=-1)[..., :2].astype(np.uint8)
+    trace = replace(wide_traces(0, version=0)[0], routed_experts=ids)
+    for name in ("reuse", "expert_load"):
+        axes = drawn(survey_pictures(survey_of(spec, [trace])), name).axes[0]
+        assert axes.get_window_extent().height > 0.5 * axes.figure.bbox.height  # not squeezed by its labels
+        assert_apart(axes.xaxis, "x0", "x1")
+    assert_apart(axes.yaxis, "y0", "y1")
+    assert labels_of(axes.yaxis)[0] == "0 self_attention"
 
 
 def comparison(**changes: Any) -> dict[str, Any]:
