@@ -111,8 +111,9 @@ class Dispatch:
         closed: threading.Event,
         paused: Callable[[], bool] = lambda: False,
         resting: Callable[[], bool] = lambda: False,
+        resubmitted: Callable[[int], None] = lambda samples: None,
     ) -> None:
-        self._paused, self._resting = paused, resting
+        self._paused, self._resting, self._resubmitted = paused, resting, resubmitted
         self._slots, self._limits, self._spec, self._closed = slots, limits, spec, closed
         self.aborted, self.left = threading.Event(), threading.Event()
         self._missing = {request.sample_id: request for request in requests}
@@ -214,6 +215,7 @@ class Dispatch:
                 f"{call.chunk.attempt} actors died over samples {sorted(call.pending)}; "
                 f"the last error, of generator actor {call.slot.index}: {first_line(error)}"
             ) from error
+        self._resubmitted(len(call.pending))
         self._waiting.appendleft(_Chunk(tuple(call.pending.values()), call.chunk.attempt + 1))
         call.slot.replace(call.handle, error)
 

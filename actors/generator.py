@@ -12,9 +12,11 @@ from typing import Any, Literal
 import pyarrow as pa
 import ray
 
+from actors.metrics import Publisher
 from actors.packing import pack
 from actors.stored_weights import StoredWeights
 from rollout.backend import Backend, ModelInfo, PauseMode, SampleRequest
+from rollout.figures import Figures
 from rollout.update_modes import InFlight, KVMode
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,14 @@ class Generator:
         if asleep:
             backend.sleep(asleep)
         self._backend = backend
+        self._opened(backend)
         return backend.info
+
+    def _opened(self, backend: Backend) -> None:
+        """For who runs this in an actor."""
+
+    def _closing(self) -> None:
+        """The same."""
 
     def generate(
         self, requests: Sequence[SampleRequest], stopped: Callable[[], bool] = lambda: False
@@ -144,6 +153,11 @@ class Generator:
         return self._loaded().info
 
     @ray.method(concurrency_group="control")
+    def figures(self) -> Figures:
+        """See `Backend.figures`; answers while sampling."""
+        return self._loaded().figures()
+
+    @ray.method(concurrency_group="control")
     def health(self) -> dict[str, Any]:
         """`{"pid": 4711, "loaded": True, "progress": 12345}`; answers while sampling.
 
@@ -155,6 +169,7 @@ class Generator:
     @ray.method(concurrency_group="control")
     def close(self) -> None:
         """Stop the engine; running streams end with finish_reason "abort"."""
+        self._closing()
         if self._backend is not None:
             self._backend.close()
 
@@ -165,6 +180,16 @@ class Generator:
 
 
 class _GeneratorActor(Generator):
+    _publisher: Publisher | None = None
+
+    def _opened(self, backend: Backend) -> None:
+        """Tell Ray the engine's figures."""
+        self._publisher = Publisher(backend.figures)
+
+    def _closing(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
     @ray.method(concurrency_group="generate")
     def stream(self, requests: Sequence[SampleRequest]) -> Iterator[pa.Table | list[str]]:
         """Yield each table of `generate` followed by its sample ids, so that the pool need not fetch the table."""

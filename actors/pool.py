@@ -16,12 +16,14 @@ from actors.all_or_none import Round
 from actors.dispatch import Dispatch, Limits
 from actors.finished import RemoteFinished
 from actors.generator import GeneratorActor, local_backend
+from actors.metrics import ResubmitMetrics, ask_figures
 from actors.placement import Placement, place
 from actors.remote import LOST, ensure_ray
 from actors.slot import ActorSlot
 from actors.stored_weights import StoredWeights
 from actors.stream import PoolStream
 from rollout.backend import Backend, ModelInfo, PauseMode, SampleRequest, check_pause_mode, known_samples
+from rollout.figures import Figures
 from rollout.update_modes import (
     WAITS_FOR_EVER,
     InFlight,
@@ -93,6 +95,7 @@ class ActorPool(UpdatesByHalves):
         }
         self._actor_args = (absolute_if_local(model), engine_options, backend_factory)
         self._weights: tuple[StoredWeights | None, int] = (None, 0)
+        self._resubmits = ResubmitMetrics()
         self._turns = OneAtATime()
         self._asleep = 0
         self._dispatches: list[Dispatch] = []
@@ -130,8 +133,14 @@ class ActorPool(UpdatesByHalves):
             self._closed,
             paused=lambda: bool(self._asleep),
             resting=lambda: self._paused or bool(self._asleep),
+            resubmitted=self._resubmits.add,
         )
         return PoolStream(dispatch, self._run(dispatch))
+
+    def figures(self) -> Figures:
+        """See `Backend.figures`: of the actors that answer in time. One that died took its totals along."""
+        handles = [handle for slot in self._slots if (handle := slot.ready_handle()) is not None]
+        return ask_figures(handles) | {"samples_resubmitted_total": self._resubmits.total}
 
     def _run(self, dispatch: Dispatch) -> Generator[RemoteFinished, None, None]:
         with self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pyarrow.compute as pc
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.metrics import CommitMetrics
 from actors.remote import DEAD, fetch, first_line
 from rollout.backend import Finished
 from storage.joint_writer import JointWriter
@@ -89,7 +91,19 @@ class Sink:
         self._writer.close()
 
 
-TraceSink: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(Sink)
+class _SinkActor(Sink):
+    _metrics: CommitMetrics | None = None
+
+    def commit(self, step: int, parts: Sequence[Parts] = ()) -> bool:
+        """The same, and Ray is told how long it took."""
+        self._metrics = self._metrics or CommitMetrics()
+        begun = time.perf_counter()
+        if committed := super().commit(step, parts):
+            self._metrics.observe(time.perf_counter() - begun)
+        return committed
+
+
+TraceSink: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(_SinkActor)
 """`Sink` in an actor. Its calls run one by one, in the order in which the recorder made them."""
 
 

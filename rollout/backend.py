@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollout.capabilities import Capabilities
+from rollout.figures import Figures
 from rollout.sampling import SamplingParams
 from rollout.update_modes import InFlight, KVMode
 from storage.trace import RoutingSpec, Trace, WeightSpan
@@ -162,6 +163,9 @@ class Backend(Protocol):
 
     def stream(self, requests: Sequence[SampleRequest]) -> FinishedStream:
         """Traces as they finish, each request once, in any order. Closing the stream aborts the rest."""
+
+    def figures(self) -> Figures:
+        """Counts and state, under the names of rollout/figures.py; cheap, for any thread."""
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling, and return when no forward is under way. Requests that come now wait for `resume`.

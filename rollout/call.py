@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from rollout.backend import Backend, Finished, FinishedStream, Recorder, SampleRequest
+from rollout.reporting import Reporter
 from rollout.rewards import RewardRunner
 from rollout.steps import Call, StepLedger
 from storage.trace import Trace
@@ -28,6 +29,7 @@ class Parties:
     rewards: RewardRunner | None
     steps: StepLedger
     closed: threading.Event
+    reporter: Reporter
     gate: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, call: Call, finished: Finished, rewards: dict[str, float] | None) -> None:
@@ -47,9 +49,10 @@ class Parties:
 
     def commit(self, step: int) -> bool:
         """Commit what was staged; without a recorder there is nothing to do. False when the step is empty."""
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return True
-        committed = self.recorder.commit(step)
+        committed = self.reporter.commit(lambda: recorder.commit(step))
         if not committed:
             logger.warning("step %d holds no trace to commit", step)
         return committed
@@ -100,6 +103,8 @@ class RunningCall:
                     self._parties.abandon(step)
             finally:
                 self._parties.steps.end(self._call, done)
+        if done and self._call.commits:
+            self._parties.reporter.step_ended(step)
 
     def _check_going_on(self) -> None:
         if self._parties.closed.is_set() or self._aborted.is_set():

@@ -8,6 +8,7 @@ step order, on every path (sglang#23885), and hands the rows to where they belon
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -175,13 +176,15 @@ class RoutedExpertsCapturer:
         self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32, device=self._device)
         self._seen: list[tuple[int, int]] = []
         self._written = [0] * spec.num_sites
+        self.seconds = 0.0  # of host time, for what is counted
         self.close = watch(model, find_routers(model), self._write)
 
     def _write(self, site: int, ids: torch.Tensor) -> None:
-        start = self._written[site]
+        begun, start = time.perf_counter(), self._written[site]
         self._buffer[start : start + len(ids), site, : self.spec.sites[site].top_k] = ids
         self._written[site] += len(ids)
         self._seen.append((site, len(ids)))
+        self.seconds += time.perf_counter() - begun
 
     @property
     def max_rows(self) -> int:
@@ -223,7 +226,7 @@ class RoutedExpertsCapturer:
         """
         if not no_copy_to_cpu:
             raise ValueError("routes are copied by GenerationBatchResult.copy_to_cpu, not at the end of the forward")
-        rows = len(out_cache_loc)
+        begun, rows = time.perf_counter(), len(out_cache_loc)
         start, counts = 0, [rows] if forwards is None else list(forwards)
         if self._ranks is not None:
             start, counts = self._ranks.captured(rows, counts)
@@ -233,4 +236,5 @@ class RoutedExpertsCapturer:
                 f"with {counts} rows; this model's routing cannot be recorded"
             )
         snapshot = self._buffer[start : start + rows].to(self._dtype)
+        self.seconds += time.perf_counter() - begun
         return RoutedExpertsOutput(out_cache_loc, snapshot, host_cache, segments, step)

@@ -10,6 +10,8 @@ from typing import Any, Literal, Self
 
 from rollout.backend import Backend, ModelInfo, PauseMode, Recorder, Start
 from rollout.call import Parties, RunningCall
+from rollout.figures import Figures
+from rollout.reporting import OnStats, Reporter
 from rollout.requests import CheckedCall, Prompt, RequestBuilder
 from rollout.rewards import RewardFn, RewardRunner
 from rollout.sampling import SamplingParams
@@ -30,11 +32,17 @@ class RolloutClient:
     ...     traces[0].completion_ids, traces[0].routed_experts.shape
     ([7, 9, 1], (8, 8, 2))
 
-    Without `traces=` nothing is written. `reward_fn(trace) -> float`, plain or `async`, runs before the commit.
+    Without `traces=` nothing is written. `reward_fn(trace) -> float`, plain or `async`, runs before the commit,
+    `on_stats(figures)` behind each step, with what `stats()` returns; rollout/loggers.py has some.
     """
 
     def __init__(
-        self, backend: Backend, recorder: Recorder | None = None, run: str = "run", reward_fn: RewardFn | None = None
+        self,
+        backend: Backend,
+        recorder: Recorder | None = None,
+        run: str = "run",
+        reward_fn: RewardFn | None = None,
+        on_stats: OnStats | None = None,
     ) -> None:
         _check_run(run)
         self._parties = Parties(
@@ -43,6 +51,7 @@ class RolloutClient:
             rewards=RewardRunner(reward_fn) if reward_fn is not None else None,
             steps=StepLedger(recorder.committed_steps if recorder else list, unique=recorder is not None),
             closed=threading.Event(),
+            reporter=Reporter(backend.figures, on_stats),
         )
         self._requests = RequestBuilder(backend.info, run, self._load_tokenizer)
 
@@ -55,6 +64,7 @@ class RolloutClient:
         run: str = "run",
         reward_fn: RewardFn | None = None,
         run_config: Mapping[str, Any] | None = None,
+        on_stats: OnStats | None = None,
         **engine_options: Any,
     ) -> Self:
         """An engine in this process. `engine_options` are the fields of `rollout.config.EngineOptions`; with
@@ -73,7 +83,7 @@ class RolloutClient:
         try:
             facts = run_facts(backend, model, run, engine_options, run_config)
             recorder = LocalRecorder(traces, *_dataset_facts(backend), facts) if traces is not None else None
-            return cls(backend, recorder, run, reward_fn)
+            return cls(backend, recorder, run, reward_fn, on_stats)
         except BaseException:
             backend.close()
             raise
@@ -93,6 +103,7 @@ class RolloutClient:
         resources: dict[str, float] | None = None,
         runtime_env: dict[str, Any] | None = None,
         run_config: Mapping[str, Any] | None = None,
+        on_stats: OnStats | None = None,
         **engine_options: Any,
     ) -> Self:
         """The same over `num_actors` Ray actors with one engine each; traces go to a sink actor, not through here.
@@ -123,7 +134,7 @@ class RolloutClient:
             facts = run_facts(backend, model, run, engine_options, run_config, actors=wanted | {"num_sinks": num_sinks})
             where = _dataset_facts(backend)
             recorder = actors.open_recorder(traces, *where, facts, num_sinks) if traces is not None else None
-            return cls(backend, recorder, run, reward_fn)
+            return cls(backend, recorder, run, reward_fn, on_stats)
         except BaseException:
             backend.close()
             raise
@@ -140,6 +151,7 @@ class RolloutClient:
         run: str = "run",
         reward_fn: RewardFn | None = None,
         run_config: Mapping[str, Any] | None = None,
+        on_stats: OnStats | None = None,
         **options: Any,
     ) -> Self:
         """A vLLM or SGLang server that runs already.
@@ -161,7 +173,7 @@ class RolloutClient:
             engine = {"backend": backend, **options}
             facts = run_facts(served, model, run, engine, run_config, url=url)
             recorder = LocalRecorder(traces, *_dataset_facts(served), facts) if traces is not None else None
-            return cls(served, recorder, run, reward_fn)
+            return cls(served, recorder, run, reward_fn, on_stats)
         except BaseException:
             served.close()
             raise
@@ -170,6 +182,17 @@ class RolloutClient:
     def info(self) -> ModelInfo:
         """The loaded model: routing spec, vocabulary, longest sequence."""
         return self._parties.backend.info
+
+    def stats(self) -> Figures:
+        """What runs and waits, tokens, times, pool, commits: numbers by name, see rollout/figures.py.
+
+        Over Ray those of all actors together; each node's metrics endpoint has them too, as `ray_moe_rollout_<name>`.
+
+        >>> client.stats()["tokens_sampled_total"], client.stats()["weight_version"]
+        (1432, 0)
+        """
+        self._check_open()
+        return self._parties.reporter.stats()
 
     @property
     def backend(self) -> Backend:
@@ -317,6 +340,8 @@ class RolloutClient:
             committed = self._parties.commit(step)
         finally:
             self._parties.end_step(step, committed)
+        if committed:
+            self._parties.reporter.step_ended(step)
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling everywhere; returns when no forward is under way. Calls made meanwhile wait for `resume`.

@@ -12,11 +12,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rollout.backend import PauseMode, SampleRequest
 from rollout.capture import RequestRoutes
+from rollout.engine_stats import EngineStats, StepEvent
 from rollout.lockstep import Lockstep, Turn
 from rollout.model_runner import GenerationBatchResult, ModelRunner
 from rollout.parallel import StepShape
@@ -25,32 +25,18 @@ from rollout.request_logprobs import RequestLogprobs
 from rollout.rng import stream_key
 from rollout.scheduler import Scheduler, Work
 from rollout.stops import StopChecker
-from storage.trace import RoutingSpec
+from storage.trace import RoutingSpec, expected_rows
 
 logger = logging.getLogger(__name__)
 
 
-class StepEvent(NamedTuple):
-    """Something that happened to a step on the host; `seconds` is `time.perf_counter()`."""
+class Occupancy(NamedTuple):
+    """Requests that wait and run, slots of the pool and those in use."""
 
-    kind: Literal["launch", "finalize"]
-    step: int
-    seconds: float
-    tokens: int
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine started. `tokens` were computed, `cached_tokens` copied instead. `dropped_tokens`:
-    sampled for requests that had already stopped. `preemptions`: how often a request yielded its slots."""
-
-    forwards: int = 0
-    tokens: int = 0
-    sampled_tokens: int = 0
-    dropped_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    events: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=4096))
+    waiting: int
+    running: int
+    slots: int
+    used: int
 
 
 class Engine:
@@ -118,6 +104,13 @@ class Engine:
     def running(self) -> list[Request]:
         """Requests that have begun and not ended, also those that yielded their slots for the moment."""
         return self._scheduler.begun
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How full it is; other threads may ask, and see a moment that never quite was."""
+        scheduler = self._scheduler
+        size = scheduler.slots.size
+        return Occupancy(len(scheduler.waiting), len(scheduler.running), size, size - scheduler.slots.free_slots)
 
     @property
     def hold(self) -> bool:
@@ -248,7 +241,7 @@ class Engine:
         except Exception as error:
             self._fail(result.step, result.batch, error)
             return
-        self.stats.events.append(StepEvent("finalize", result.step, time.perf_counter(), 0))
+        self.stats.processed(result)
         for work in result.batch:
             work.request.in_flight -= 1
             work.request.confirmed = work.start + work.length
@@ -291,8 +284,15 @@ class Engine:
             request.seconds = time.perf_counter() - request.began
         if request.routes is not None:
             request.routes.seal()
+        self._count_ended(request)
         self._scheduler.release(request)
         self._on_finish(request)
+
+    def _count_ended(self, request: Request) -> None:
+        rows = expected_rows(request.prompt_len, len(request.output_ids), request.finish_reason or "error")
+        recorded = 0 if request.routes is None else min(request.routes.filled, rows)
+        self.stats.ended += 1
+        self.stats.missing_rows += rows - recorded
 
     def _end_with(self, request: Request, error: Exception) -> None:
         if request.finish_reason is None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rollout.backend import ModelInfo, PauseMode, SampleRequest, check_pause_mode, known_samples
 from rollout.config import EngineOptions
+from rollout.figures import Figures, merge
 from rollout.group_life import GroupLife
 from rollout.group_stream import GroupStream
 from rollout.group_weights import SavedWeights, save
@@ -175,6 +176,12 @@ class GroupBackend(UpdatesByHalves):
     def rank_stats(self) -> list[dict[str, Any]]:
         """Counts of each rank; see RankServer.stats."""
         return self.ranks.ask("stats")
+
+    def figures(self) -> Figures:
+        """See `Backend.figures`: of all ranks together. Waits while a group is started."""
+        while True:
+            with contextlib.suppress(RankDiedError):  # their successors have counts of their own
+                return merge(self.ranks.ask("figures")) | {"engines": 1}
 
     def close(self) -> None:
         """Stop the ranks. Running streams end with finish_reason "abort"."""

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from rollout.backend import ModelInfo, PauseMode, SampleRequest, check_pause_mode, known_samples
 from rollout.build import BuiltEngine, build_engine
 from rollout.config import EngineOptions
+from rollout.engine_stats import engine_figures
+from rollout.figures import Figures
 from rollout.local_stream import LocalStream, Outbox
 from rollout.lockstep import Membership
 from rollout.request import Request
@@ -66,6 +68,10 @@ class LocalBackend(UpdatesByHalves):
     def stats(self) -> Any:
         """The engine's counts and event log."""
         return self._built.engine.stats
+
+    def figures(self) -> Figures:
+        """See `Backend.figures`."""
+        return engine_figures(self._built)
 
     @property
     def progress(self) -> int:

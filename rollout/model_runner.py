@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +83,9 @@ class GenerationBatchResult:
     taken: list[Taken] = field(default_factory=list)
     routed_experts_output: RoutedExpertsOutput | None = None
     copy_done: Event = field(default_factory=Event)
+    launched: float = field(default_factory=time.perf_counter)
+    wait_seconds: float = 0.0
+    finalize_seconds: float = 0.0
 
     def copy_to_cpu(self, stream: Stream) -> None:
         """Start the copies of all outputs; the event is recorded once, behind them."""
@@ -96,11 +100,14 @@ class GenerationBatchResult:
 
     def finalize(self) -> None:
         """Wait for the copies and hand routes and optional logprobs to their requests."""
+        asked = time.perf_counter()
         self.copy_done.synchronize()
+        done = time.perf_counter()
         if self.routed_experts_output is not None:
             self.routed_experts_output.finalize()
         for taken in self.taken:
             taken.finalize()
+        self.wait_seconds, self.finalize_seconds = done - asked, time.perf_counter() - done
 
     def outputs(self) -> list[tuple[int, float, float]]:
         """(token, logprob, raw logprob) of each sampling request, once: their host memory is given back."""

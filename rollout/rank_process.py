@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from rollout.backend import SampleRequest
+from rollout.figures import Figures
 from rollout.parallel import CollectiveError
 from rollout.rank_messages import LOAD, Answer, Command, Ended, Message, RankStart, Send
 from rollout.request import Request
@@ -115,6 +116,10 @@ class RankServer:
     def stats(self) -> dict[str, Any]:
         """Counts of the engine, seconds in collectives of the forward, bytes of the experts and the capture buffer."""
         return self._backend.rank_stats()
+
+    def figures(self) -> Figures:
+        """See Backend.figures."""
+        return self._backend.figures()
 
     def close(self) -> None:
         """Stop the engine."""

@@ -18,6 +18,7 @@ from rollout.canary import difference, sing
 from rollout.capabilities import Capabilities
 from rollout.engine_model import EngineModel
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply, failed_trace, trace_of
+from rollout.figures import Figures
 from rollout.finished_trace import FinishedTrace
 from rollout.served_weights import check_checkpoint
 from rollout.update_modes import InFlight, KVMode
@@ -84,6 +85,7 @@ class ServedBackend:
         self._canary_passed = False
         self._closed = False
         self._running: dict[str, SampleRequest] = {}
+        self._ended = self._sampled = self._missing_rows = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="moe-rollout-served", daemon=True)
@@ -120,6 +122,19 @@ class ServedBackend:
     def weight_version(self) -> int:
         """Version of the weights that sample now."""
         return self._version
+
+    def figures(self) -> Figures:
+        """See `Backend.figures`: what can be seen from here. An engine's own metrics know more."""
+        running = len(self._running)
+        return {
+            "engines": 1,
+            "requests_waiting": len(self._tasks) - running,
+            "requests_running": running,
+            "requests_ended_total": self._ended,
+            "tokens_sampled_total": self._sampled,
+            "missing_route_rows_total": self._missing_rows,
+            "weight_version": self._version,
+        }
 
     def stream(self, requests: Sequence[SampleRequest]) -> ServedStream:
         """Each request's trace once, as they finish. A request that fails is a trace with its error; others go on."""
@@ -191,6 +206,7 @@ class ServedBackend:
             trace = failed_trace(request, "error", named)
         finally:
             del self._tasks[request.sample_id]
+            self._ended += 1
         outbox.put(trace)
 
     async def _ask(self, request: SampleRequest, request_id: str) -> Trace:
@@ -207,7 +223,11 @@ class ServedBackend:
             del self._running[request_id]
             if not self._running:
                 self._idle.set()
-        return trace_of(request, reply, self._adapter.model, version, self._retractions)
+        trace = trace_of(request, reply, self._adapter.model, version, self._retractions)
+        recorded = trace.route_len if trace.route_valid is None else int(trace.route_valid.sum())
+        self._sampled += len(trace.completion_ids)
+        self._missing_rows += trace.num_rows - recorded
+        return trace
 
     @contextlib.contextmanager
     def prepare_update(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rollout.engine import StepEvent
+    from rollout.engine_stats import StepEvent
 
 
 class StepSpan(NamedTuple):

@@ -22,6 +22,7 @@ def cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=300_000_000,
+        _system_config={"metrics_report_interval_ms": 1000},  # instead of 10 s
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}},
     )
     yield

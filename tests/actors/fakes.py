@@ -107,6 +107,9 @@ class FakeBackend:
         self.progress = 0
         self._streams: list[FakeStream] = []
 
+    def figures(self) -> dict[str, float]:
+        return {"engines": 1, "tokens_sampled_total": self.progress, "weight_version": self.version}
+
     def stream(self, requests: Sequence[SampleRequest]) -> FakeStream:
         stream = FakeStream(self, requests)
         self._streams.append(stream)

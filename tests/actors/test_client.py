@@ -18,10 +18,13 @@ import ray
 
 import actors
 from rollout.client import RolloutClient
+from rollout.figures import ENGINE
 from rollout.sampling import SamplingParams
 from storage import TraceDataset
 from storage.schema import from_table
 from storage.trace import Trace
+from tests.actors.endpoint import published, worker_of
+from tests.actors.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "rollout" / "tiny_moe")
@@ -52,7 +55,8 @@ def client(cluster: None, traces: Path) -> Iterator[RolloutClient]:
 
 def test_run_json_names_the_actors_and_all_options(client: RolloutClient, traces: Path) -> None:
     noted = json.loads((traces / "run.json").read_text())
-    assert noted["actors"] == {"num_actors": 2, "num_cpus": 0.5, "num_gpus": 0, "resources": None, "runtime_env": None}
+    asked = {"num_actors": 2, "num_cpus": 0.5, "num_gpus": 0, "resources": None, "runtime_env": None, "num_sinks": 1}
+    assert noted["actors"] == asked
     assert noted["engine"]["batch_invariant"] is True
     assert noted["engine"]["max_batch_tokens"] == 2048
     assert noted["model_fingerprint"] == client.info.fingerprint
@@ -87,6 +91,27 @@ def test_sample_returns_the_traces_in_prompt_order_behind_their_commit(client: R
     assert [trace.sample_id for trace in answers] == sample_ids(0, 12, 2)
     assert [trace.prompt_ids for trace in answers[::2]] == PROMPTS
     assert stored(traces, 0) == sorted(sample_ids(0, 12, 2))
+
+
+def test_stats_are_the_sum_of_the_actors_and_what_rays_endpoint_says(client: RolloutClient) -> None:
+    before = client.stats()
+    client.sample(PROMPTS, num_samples=2, sampling_params=SAMPLING, step=70)
+    stats = client.stats()
+    prompt_tokens = 2 * sum(len(prompt) for prompt in PROMPTS)
+    assert stats["engines"] == 2
+    assert stats["tokens_sampled_total"] - before["tokens_sampled_total"] == 24 * 6
+    assert stats["tokens_computed_total"] - before["tokens_computed_total"] == prompt_tokens + 24 * 5
+    assert stats["commits_total"] - before["commits_total"] == 1
+    workers = [worker_of(slot.handle) for slot in client.backend._slots]  # type: ignore[attr-defined]
+    summed = [figure.name for figure in ENGINE if figure.name not in ("weight_version", "kv_used_ratio")]
+    expected = {name: pytest.approx(stats[name]) for name in summed if stats[name]}
+    assert len(expected) > 8
+    assert eventually(lambda: {name: published(*workers).get(name) for name in expected} == expected)
+    sink = worker_of(client._parties.recorder._sinks[0])  # type: ignore[union-attr]
+    assert eventually(lambda: published(sink).get("commits_total") == stats["commits_total"])
+    commits = published(sink)
+    assert commits["commit_latency_seconds_count"] == stats["commits_total"]
+    assert 0 < commits["commit_seconds_total"] < stats["commit_seconds_total"]  # the client waits for the sink
 
 
 def test_stream_commits_behind_its_last_trace(client: RolloutClient, traces: Path) -> None:

@@ -241,8 +241,11 @@ def test_an_actor_that_dies_in_mid_stream_loses_and_doubles_nothing(journal: Pat
     limits = Limits(chunk_samples=6, outstanding_chunks=2)
     with pool_of(2, limits, journal=str(journal), die_at="run/0/5/1") as pool:
         traces = collect(pool, requests)
+        figures = pool.figures()
     assert_exactly(traces, requests)
     assert len(list(journal.glob("death-*"))) == 1
+    # the one that killed it and the two behind it in its chunk at least, at most two chunks of 6
+    assert 3 <= figures["samples_resubmitted_total"] <= 12
 
 
 def test_an_actor_killed_from_outside_is_replaced_with_the_current_weights() -> None:

@@ -37,6 +37,10 @@ class SyntheticBackend:
     """Traces of a fixed length; ids drawn once, with the skew of a trained router, and shifted per sample."""
 
     has_refs = False
+
+    def figures(self) -> dict[str, float]:
+        return {"engines": 1}
+
     version = 0
 
     def __init__(self, model: str, *, tokens: int) -> None:

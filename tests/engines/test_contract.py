@@ -60,3 +60,12 @@ def test_a_stream_left_early_commits_nothing(client, tmp_path):
     stream.close()
     assert len(TraceDataset(tmp_path / "traces")) == 0
     assert client.sample([[5, 7]], sampling_params=PARAMS)[0].finish_reason == "length"
+
+
+def test_stats_count_what_was_sampled(client):
+    before = client.stats()
+    client.sample([[5, 7, 9], [6, 7]], num_samples=2, sampling_params=PARAMS)
+    after = client.stats()
+    counted = ("requests_ended_total", "tokens_sampled_total", "commits_total", "missing_route_rows_total")
+    assert [after[name] - before[name] for name in counted] == [4, 4 * 6, 1, 0]
+    assert (after["engines"], after["requests_running"], after["requests_waiting"]) == (1, 0, 0)

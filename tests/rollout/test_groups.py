@@ -56,6 +56,17 @@ def pair(model):
         yield client
 
 
+def test_figures_are_those_of_all_ranks(pair):
+    before = pair.stats()
+    pair.sample(PROMPTS, sampling_params=SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
+    after = pair.stats()
+    counted = {name: after[name] - before[name] for name in before if name.endswith("_total")}
+    assert counted["requests_ended_total"] == len(PROMPTS)
+    assert counted["tokens_sampled_total"] == 4 * len(PROMPTS)
+    assert counted["tokens_computed_total"] == sum(map(len, PROMPTS)) + 3 * len(PROMPTS)
+    assert (after["engines"], after["requests_running"], after["missing_route_rows_total"]) == (1, 0, 0)
+
+
 def check_same(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert one.completion_ids == other.completion_ids

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.__main__ import main
 from rollout.client import RolloutClient
-from rollout.engine import StepEvent
+from rollout.engine_stats import StepEvent
 from rollout.sampling import SamplingParams
 from rollout.timeline import (
     StepSpan,
