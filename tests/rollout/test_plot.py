@@ -47,11 +47,13 @@ def drawn(pictures: list[canvas.Picture], name: str) -> Figure:
     return figure
 
 
-def wide_traces(step: int, version: int) -> list[Trace]:
+def wide_traces(step: int, version: int, spec: RoutingSpec = WIDE) -> list[Trace]:
     """Four prompts with 40 random rows each."""
     rng = np.random.default_rng(step)
     tokens = {"prompt_ids": [1] * 20, "completion_ids": [2] * 21, "logprobs": np.zeros(21), "finish_reason": "stop"}
-    ids = np.argsort(rng.random((4, 40, 48, 200)), axis=-1)[..., :8].astype(np.uint8)
+    ids = np.argsort(rng.random((4, 40, spec.num_sites, spec.sites[0].num_experts)), axis=-1)[..., : spec.top_k].astype(
+        np.uint8
+    )
     names = [f"run/{step}/{prompt}/0" for prompt in range(4)]
     return [
         Trace(name, step, routed_experts=rows, weight_version=version, **tokens)
@@ -124,7 +126,8 @@ def test_versions_are_drawn_against_the_first() -> None:
 
 
 def test_many_versions_are_thinned_out_and_stand_beside_chance() -> None:
-    survey = survey_of(WIDE, *(wide_traces(step, version=step) for step in range(20)))
+    spec = RoutingSpec.uniform(num_sites=6, num_experts=16, top_k=2)
+    survey = survey_of(spec, *(wide_traces(step, version=step, spec=spec) for step in range(20)))
     picture = next(p for p in survey_pictures(survey) if p.name == "weight_versions")
     assert "12 of 19 later versions" in picture.caption
     axes = drawn([picture], "weight_versions").axes[0]
@@ -263,9 +266,11 @@ def test_plot_without_matplotlib_names_the_extra(
 
 
 def test_matplotlib_is_imported_where_it_is_needed_only() -> None:
-    users = {path.name for path in MODULES if "matplotlib" in {p for p, _ in imports(path, everywhere=False)}}
-    assert users == set()
-    assert any("matplotlib" in {p for p, _ in imports(path, everywhere=True)} for path in MODULES)
+    users = [
+        path for path in MODULES if "import matplotlib" in path.read_text() or "from matplotlib" in path.read_text()
+    ]
+    assert len(users) > 3
+    assert not [path for path in users if "matplotlib" in {p for p, _ in imports(path, everywhere=False)}]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_datasets_are_joined_by_sample_id_in_any_order(tmp_path: Path) -> None:
 
 def test_random_datasets_against_python_sets(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    drawn = [make_trace(step, sample, completion=2 + sample) for step in range(2) for sample in range(40)]
+    drawn = [make_trace(step, sample, completion=2 + sample) for step in range(2) for sample in range(20)]
     ours, theirs = ([replace(t, routed_experts=distinct(rng, t.route_len)) for t in drawn] for _ in range(2))
     found = compare_datasets(
         written(tmp_path / "left", SPEC, ours), written(tmp_path / "right", SPEC, theirs[::-1])

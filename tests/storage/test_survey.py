@@ -69,12 +69,12 @@ def test_versions_by_hand() -> None:
 
 
 def test_moved_by_chance_is_what_equal_routers_show_on_other_prompts() -> None:
-    """100 pairs of versions with one router: 30 and 60 prompts, each with a taste of its own in its 8 rows."""
+    """40 pairs of versions with one router: 30 and 60 prompts, each with a taste of its own in its 8 rows."""
     rng, spec = np.random.default_rng(0), RoutingSpec.uniform(num_sites=1, num_experts=16, top_k=2)
     odds = np.linspace(0, 2, 16)
     tokens = {"prompt_ids": [1], "completion_ids": [1] * 8, "logprobs": np.zeros(8), "finish_reason": "stop"}
     expected, seen = [], []
-    for pair in range(100):
+    for pair in range(40):
         survey = Survey(spec)
         traces = []
         for prompt in range(90):
