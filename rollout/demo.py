@@ -92,7 +92,7 @@ def replay_mismatch(traces: list[Trace], dataset: TraceDataset) -> Mismatch:
 def _table(traces: list[Trace], seconds: float, dataset: TraceDataset, found: list[Any], mismatch: Mismatch) -> Table:
     tokens = sum(len(trace.completion_ids) for trace in traces)
     rows = sum(trace.route_len for trace in traces)
-    size = sum(file.stat().st_size for file in dataset.root.glob("step-*/*.parquet"))
+    size = sum(file.stat().st_size for file in dataset.root.glob("*-*/*.parquet"))
     all_tokens = sum(len(trace.token_ids) for trace in dataset.iter())
     report, spec = mismatch.report, dataset.spec
     table = Table("", "", title="moe-rollout demo", show_header=False)
