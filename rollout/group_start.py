@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from rollout.config import EngineOptions
@@ -11,6 +12,7 @@ from rollout.lockstep import Lockstep, Membership
 from rollout.sharded_loader import checkpoint_directory
 from rollout.state_layers import find_state_modules
 
+SAMPLES, PAGE = 64, 4096
 NOT_FORCED = (
     "with moe_dispatch='allgather' the routers of a rank see the tokens of all ranks, of which it knows no rows to "
     "force; use moe_dispatch='alltoall'"
@@ -50,7 +52,7 @@ def join(path: str, options: EngineOptions, member: Membership) -> Lockstep:
 def facts(path: str, options: EngineOptions, member: Membership) -> dict[str, str]:
     """What must be the same on all ranks: config and files of the checkpoint, which decide the routing spec too, and
     every option."""
-    own = {"checkpoint": _checkpoint(path), "moe_dispatch": member.layout, "graph_batches": repr(member.graph_batches)}
+    own = {"checkpoint": _checkpoint(path), "layout": member.layout, "graph_batches": repr(member.graph_batches)}
     return own | {name: repr(value) for name, value in options.model_dump().items()}
 
 
@@ -61,9 +63,20 @@ def refuse_states(model: Any) -> None:
 
 
 def _checkpoint(path: str) -> str:
-    """Config and index by content, weights by name and size: `config.json 4af1..., model.safetensors 1234 bytes`."""
+    """Files by name and hash: `config.json 4af1..., model.safetensors 77c0...`; weights by size and samples of them."""
     directory = checkpoint_directory(path)
     texts = [directory / "config.json", *directory.glob("*.index.json")]
-    read = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" for file in texts if file.is_file()]
-    sizes = [f"{file.name} {file.stat().st_size} bytes" for file in directory.glob("*.safetensors")]
-    return ", ".join(sorted(read + sizes))
+    hashes = {file.name: hashlib.sha256(file.read_bytes()) for file in texts if file.is_file()}
+    hashes |= {file.name: _sampled(file) for file in directory.glob("*.safetensors")}
+    return ", ".join(f"{name} {hashed.hexdigest()[:12]}" for name, hashed in sorted(hashes.items()))
+
+
+def _sampled(file: Path) -> Any:
+    """Hash the size and 64 pages at equal distances: whole files would take minutes, and training changes all pages."""
+    size = file.stat().st_size
+    hashed = hashlib.sha256(str(size).encode())
+    with file.open("rb", buffering=0) as pages:
+        for start in range(0, size, max(size // SAMPLES, PAGE)):
+            pages.seek(start)
+            hashed.update(pages.read(PAGE))
+    return hashed

@@ -175,14 +175,25 @@ def test_batch_invariant_runs_give_the_same_bits_however_the_ranks_are_loaded(mo
 
 
 @pytest.mark.full
-def test_ranks_with_different_checkpoints_and_options_are_refused_by_name(model):
+@pytest.mark.parametrize(
+    ("family", "other", "named"),
+    [
+        ("deepseek_v3", {"max_batch_tokens": 64}, "checkpoint and max_batch_tokens"),
+        ("trained", {}, "checkpoint"),
+        ("qwen3_moe", {"dtype": "bfloat16", "batch_invariant": True}, "dtype and batch_invariant"),
+    ],
+)
+def test_ranks_with_different_checkpoints_and_options_are_refused_by_name(model, tmp_path, family, other, named):
     options = {**SMALL, "dp_size": 2}
-    links, meeting = launch_processes(2, str(model("qwen3_moe").parent), options)
+    links, meeting = launch_processes(2, str(tmp_path), options)
     parts = members(2, "alltoall", meeting, 30, ())
-    others = [RankStart(str(model("qwen3_moe")), parts[0], options)]
-    others.append(RankStart(str(model("deepseek_v3")), parts[1], {**options, "max_batch_tokens": 64}))
-    with pytest.raises(ValueError, match="rank 1 has another checkpoint and max_batch_tokens than rank 0"):
-        RankSet(links, lambda ended: None, lambda ranks, reason: None).start(others)
+    if family == "trained":  # the same names, shapes and config
+        changed(model("qwen3_moe"), 1).save_pretrained(path := tmp_path / "trained")
+    else:
+        path = model(family)
+    starts = [RankStart(str(model("qwen3_moe")), parts[0], options), RankStart(str(path), parts[1], options | other)]
+    with pytest.raises(ValueError, match=f"rank 1 has another {named} than rank 0"):
+        RankSet(links, lambda ended: None, lambda ranks, reason: None).start(starts)
 
 
 @pytest.mark.full

@@ -1,0 +1,63 @@
+"""What ranks compare before they load: every option, the config and so the routing spec, and the weights themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rollout.config import EngineOptions
+from rollout.group_start import facts
+from rollout.lockstep import Membership
+from rollout.tiny_moe import MODEL_PATH
+
+
+def facts_of(path: Path, layout: str = "alltoall", **options: object) -> dict[str, str]:
+    return facts(str(path), EngineOptions(**options), Membership(0, 2, layout, "file:///x"))  # type: ignore[arg-type]
+
+
+def differing(path: Path, layout: str = "alltoall", **options: object) -> set[str]:
+    """Names of what a rank that is started with these would say differently."""
+    own, other = facts_of(Path(MODEL_PATH)), facts_of(path, layout, **options)
+    return {name for name in own.keys() | other.keys() if own.get(name) != other.get(name)}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODEL_PATH, tmp_path / "copy"))
+
+
+def test_a_copy_elsewhere_is_the_same(copy: Path) -> None:
+    assert differing(copy) == set()
+
+
+def test_another_routing_spec_is_another_checkpoint(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 1}))
+    assert differing(copy) == {"checkpoint"}
+
+
+def test_weights_of_another_training_step_are_another_checkpoint(copy: Path) -> None:
+    """The files have the same names, sizes and headers."""
+    (file,) = copy.glob("*.safetensors")
+    size = file.stat().st_size
+    stepped = {name: tensor + 1 / 8 for name, tensor in load_file(file).items()}
+    save_file(stepped, file, metadata={"format": "pt"})
+    assert file.stat().st_size == size
+    assert differing(copy) == {"checkpoint"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16"}, {"batch_invariant": True}, {"max_running_requests": 3}, {"collective_timeout_s": 5}],
+)
+def test_every_option_counts(options: dict) -> None:
+    assert differing(Path(MODEL_PATH), **options) == set(options)
+    assert facts_of(Path(MODEL_PATH)).keys() >= set(EngineOptions.model_fields)
+
+
+def test_the_layout_counts() -> None:
+    assert differing(Path(MODEL_PATH), "allgather") == {"layout"}
