@@ -38,6 +38,8 @@ class GroupLife:
         self._work = GroupWork(size)
         self._changed = threading.Condition()
         self._ranks: RankSet | None = None
+        self._starting: RankSet | None = None
+        self._begins = threading.Lock()  # held while ranks are started
         self._have = self._wanted = GroupState()
         self._deaths, self._closed = 0, False
         self._broken: BaseException | None = None
@@ -115,7 +117,11 @@ class GroupLife:
         with self._changed:
             self._closed = True
             ranks = self._ranks
+            if self._starting is not None:
+                self._starting.kill()
             self._changed.notify_all()
+        with self._begins:
+            pass
         if ranks is not None:
             with contextlib.suppress(RankDiedError):
                 ranks.ask("pause", "abort")
@@ -161,15 +167,26 @@ class GroupLife:
             RankDiedError, CollectiveError: they died.
             Exception: why they cannot be started; none is left.
         """
+        with self._begins:
+            while not self._closed and not self._start():
+                pass
+
+    def _start(self) -> bool:
+        """Whether the ranks serve."""
+        ranks, starts = self._new_ranks(self._arrived, self._died)
         served = False
-        while not served:
-            ranks, starts = self._new_ranks(self._arrived, self._died)
+        try:
+            with self._changed:
+                if self._closed:
+                    return False
+                self._starting = ranks
             self.info = ranks.start(starts)
-            try:
-                served = self._bring_and_serve(ranks)
-            finally:
-                if not served:
-                    ranks.kill()
+            served = self._bring_and_serve(ranks)
+        finally:
+            self._starting = None
+            if not served:
+                ranks.kill()
+        return served
 
     def _bring_and_serve(self, ranks: RankSet) -> bool:
         """False when what is wanted has changed so that only new ranks get there."""
@@ -178,8 +195,7 @@ class GroupLife:
             have = want
             with self._changed:
                 if self._closed:
-                    ranks.kill()
-                    return True
+                    return False
                 if ranks.reason is not None:
                     raise ranks.reason
                 want = self._wanted
@@ -206,7 +222,7 @@ class GroupLife:
 
     def _start_again(self, death: BaseException | None) -> None:
         """Until the group serves again, or never will. `death`: what it is started again for, if ranks died."""
-        while death is None or self._may_follow(death):
+        while not self._closed and (death is None or self._may_follow(death)):
             try:
                 return self._begin()
             except (RankDiedError, CollectiveError) as again:

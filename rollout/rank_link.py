@@ -136,8 +136,8 @@ class RankSet:
         """The same command to every rank, and what they answer.
 
         Raises:
+            RankDiedError: a rank died; what the others say then is a consequence.
             Exception: the first rank's error, when all have answered.
-            RankDiedError: a rank died.
         """
         with self._lock:
             self._epoch += name not in ("close", "figures")  # nobody is woken: ranks end at rest
@@ -147,6 +147,9 @@ class RankSet:
             for link in self.links:
                 link.send(Command(self._epoch, name, args, number))
         wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: not isinstance(error, RankDiedError)):
+            raise error
         return [future.result() for future in futures]
 
     def kill(self) -> None:

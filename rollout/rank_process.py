@@ -8,6 +8,7 @@ The other end is rollout/rank_link.py. The first message is a `RankStart`, the o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -155,9 +156,19 @@ def portable(error: BaseException) -> Exception:
 def serve(receive: Callable[[], Any], send: Send, leave: Callable[[], None]) -> None:
     """Start the rank that the first message describes, then carry out commands until there are no more.
 
-    `leave` ends the process at once, when the engine has stopped: the other ranks are not to wait for this one.
+    `leave` ends the process at once: when the engine has stopped, since the other ranks are not to wait for this one,
+    and when nobody gives commands any more, even while the model is loaded.
     """
     start = receive()
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                commands.put(receive())
+        leave()
+
+    threading.Thread(target=listen, name="moe-rollout-listen", daemon=True).start()
     try:
         server = RankServer(start, send)
     except Exception as error:
@@ -173,12 +184,7 @@ def serve(receive: Callable[[], Any], send: Send, leave: Callable[[], None]) -> 
 
     threading.Thread(target=watch, name="moe-rollout-watch", daemon=True).start()
     while True:
-        try:
-            command = receive()
-        except EOFError:
-            leave()
-            return
-        server.run(command)
+        server.run(commands.get())
 
 
 def main(descriptor: int) -> None:
