@@ -31,8 +31,8 @@ a { color: var(--blue); text-decoration: none; }
 a:hover { text-decoration: underline; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); gap: 12px; }
 .card, section { background: white; border: 1px solid var(--line); border-radius: 8px; }
-.card { padding: 12px 16px; }
-.card b { display: block; font-size: 22px; line-height: 1.3; }
+.card { padding: 12px 14px; }
+.card b { display: block; font-size: 21px; line-height: 1.35; }
 .card span { color: var(--soft); font-size: 13px; }
 section { padding: 20px 24px; margin-top: 18px; scroll-margin-top: 12px; }
 section p { color: var(--soft); margin: 0 0 14px; max-width: 100ch; }
@@ -89,7 +89,7 @@ def key_figures(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "rows missing", f"{rows['missing']:,}"
     yield "MoE layers", f"{len(sites)}"
     shapes = sorted({(site["num_experts"], site["top_k"]) for site in sites})
-    yield "experts", ", ".join(f"{experts} top {top_k}" for experts, top_k in shapes)
+    yield "experts chosen", ", ".join(f"{top_k} of {experts}" for experts, top_k in shapes)
 
 
 def _card(name: str, value: str) -> str:

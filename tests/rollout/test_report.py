@@ -98,7 +98,7 @@ def test_the_page_has_pictures_tables_and_the_figures_of_inspect(report: tuple[s
     cards = re.findall(r'<div class="card"><b>(.*?)</b><span>(.*?)</span>', html)
     assert ("2", "samples") in cards
     assert (str(figures["rows"]["recorded"]), "rows recorded") in cards
-    assert ("4 top 2", "experts") in cards
+    assert ("2 of 4", "experts chosen") in cards
     assert f"{figures['sites'][1]['load_entropy']:.3f}" in page.cells
     assert "66.67%" in page.cells  # the overlap of the second site, as compare prints it
 
