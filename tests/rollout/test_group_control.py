@@ -18,7 +18,7 @@ from rollout import RolloutClient, SamplingParams
 from storage.trace import Trace
 from tests.families import save_tiny
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[5, 9, 77, 31], [8, 100], [3, 4] * 10, [7, 8, 9], [11] * 9, [64], [90, 2, 2, 17, 80], [1, 2]]
 LONG = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
 OPTIONS = {"dtype": "float32", "max_running_requests": 3, "collective_timeout_s": 15}
@@ -106,6 +106,7 @@ def check_aborted(found: list[Trace], expected: list[Trace]) -> None:
             np.testing.assert_array_equal(one.routed_experts, whole.routed_experts[:rows])
 
 
+@pytest.mark.full
 def test_aborted_samples_keep_what_they_have_and_can_be_continued(pair, expected):
     call = Call(pair)
     pair.abort(["run/0/0-1/0", "run/0/0-7/0"])
@@ -115,6 +116,7 @@ def test_aborted_samples_keep_what_they_have_and_can_be_continued(pair, expected
     check_same(pair.sample(resume=[found[1], found[7]], sampling_params=LONG), [expected[1], expected[7]])
 
 
+@pytest.mark.full
 def test_ending_all_samples_leaves_the_group_ready(pair, expected):
     call = Call(pair)
     pair.abort("all")
@@ -122,6 +124,7 @@ def test_ending_all_samples_leaves_the_group_ready(pair, expected):
     check_same(pair.sample(PROMPTS, sampling_params=LONG, step=0), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["keep", "wait", "yield", "abort"])
 def test_while_the_group_is_paused_no_rank_makes_a_token(pair, expected, mode):
     call = Call(pair)
@@ -137,6 +140,7 @@ def test_while_the_group_is_paused_no_rank_makes_a_token(pair, expected, mode):
         check_same(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
 def test_sleep_and_wake(pair, model, expected, level, in_flight):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +29,14 @@ class Ranks:
         self.told: list[tuple[str, dict]] = []
         self.reason: RankDiedError | None = None
         self.killed = self.serving = False
+        self.loaded, self.starts = threading.Event(), threading.Event()
+        self.loaded.set()
 
     def start(self, starts: Any) -> SimpleNamespace:
+        self.starts.set()
+        self.loaded.wait()
+        if self.reason is not None:
+            raise self.reason
         self.serving = True
         return SimpleNamespace(spec="info")
 
@@ -48,6 +56,7 @@ class Ranks:
     def kill(self) -> None:
         self.killed, self.serving = True, False
         self.reason = self.reason or RankDiedError("killed")
+        self.loaded.set()
 
     def die(self) -> None:
         self.reason = RankDiedError("rank 1 of 2 died")
@@ -65,13 +74,19 @@ class Stream:
 
 @pytest.fixture
 def group():
-    """`start(...)`: the life of a group whose n-th ranks die over the n-th command, and the list of all its ranks."""
+    """`start(...)`: the life of a group whose n-th ranks die over the n-th command, and the list of all its ranks.
+
+    "load" is no command: such ranks load until they are killed.
+    """
 
     def start(*die_over: str | None) -> tuple[GroupLife, list[Ranks]]:
         deaths, made = list(die_over), []
 
         def new_ranks(on_ended: Any, on_death: Any) -> tuple[Ranks, list]:
-            made.append(Ranks(on_ended, on_death, deaths.pop(0) if deaths else None))
+            death = deaths.pop(0) if deaths else None
+            made.append(Ranks(on_ended, on_death, death))
+            if death == "load":
+                made[-1].loaded.clear()
             return made[-1], []
 
         return GroupLife(2, new_ranks), made
@@ -187,3 +202,19 @@ def test_ranks_that_die_just_after_they_woke_are_not_followed_by_sleeping_ones(g
     assert life.ranks is made[2]
     assert made[1].killed
     assert made[2].asked == []
+
+
+def test_closing_the_group_ends_ranks_that_are_still_loading_and_starts_no_others(group):
+    life, made = group(None, "load")
+    stream = Stream()
+    life.submit([request(1, 1)], stream)
+    death = threading.Thread(target=made[0].die)  # which starts the next ones
+    death.start()
+    while len(made) < 2:
+        time.sleep(0.001)
+    assert made[1].starts.wait(5)
+    life.close()
+    death.join(5)
+    assert not death.is_alive()
+    assert (len(made), made[1].killed) == (2, True)
+    assert [str(error) for error in stream.got] == ["this group of ranks is closed"]

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from rollout.group_backend import GroupBackend
 from rollout.parallel import CollectiveError
 from rollout.rank_link import RankSet, launch_processes, members
 from rollout.rank_messages import RankStart
+from tests.actors.waiting import eventually
 from tests.families import save_tiny
 
 PROMPTS = [[5, 9, 77, 31], [8, 100], [3, 4] * 10, [7, 8, 9], [11] * 9, [64], [90, 2, 2, 17, 80]]
@@ -206,6 +208,17 @@ def test_a_rank_that_never_comes_is_missed_in_time(model):
         RankSet(links[:1], lambda ended: None, lambda ranks, reason: None).start(
             [RankStart(str(model("qwen3_moe")), first, options)]
         )
+
+
+@pytest.mark.full
+def test_a_rank_whose_client_is_gone_leaves_while_it_waits_for_the_others(model, tmp_path):
+    options = {**SMALL, "dp_size": 2}
+    links, meeting = launch_processes(2, str(tmp_path), options)
+    links[1].kill()
+    links[0].send(RankStart(str(model("qwen3_moe")), members(2, "alltoall", meeting, 300, ())[0], options))
+    assert eventually(lambda: Path(meeting.removeprefix("file://")).exists(), seconds=120)
+    links[0]._connection.close()
+    assert links[0].process.wait(timeout=30) == 1
 
 
 @pytest.mark.chaos
