@@ -22,6 +22,7 @@ class Capabilities:
         per_request_capture: routes can be asked for by request, not only for the whole engine.
         abort_routes: a request aborted after its first token comes back with the rows computed so far.
         inplace_update: weights can be replaced without a restart.
+        update_in_flight: requests under way can go on through an update, `in_flight="keep"`.
         version_spans: a request that lives through an update says which rows belong to which version.
         start_offset: rows can be asked for from a position on.
         prompt_logprobs: logprobs of prompt tokens can be recorded.
@@ -36,6 +37,7 @@ class Capabilities:
     per_request_capture: bool = False
     abort_routes: bool = True
     inplace_update: bool = True
+    update_in_flight: bool = True
     version_spans: bool = True
     start_offset: bool = True
     prompt_logprobs: bool = True

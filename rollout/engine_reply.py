@@ -19,7 +19,7 @@ class EngineError(RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The engine cannot be used any more; start it again."""
+    """The engine, or the connection to it, is gone. `ServedBackend` starts it again or looks whether it returned."""
 
 
 @dataclass(frozen=True)

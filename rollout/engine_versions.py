@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+CONDEMNED = "broken by a failed update"
+"""The weight version of an engine whose update failed half-way, until it is started again."""
+
 
 def check_version(engine: str, found: str, least: tuple[int, int]) -> None:
     """Refuse an engine older than `least`; ValueError names both."""
@@ -22,6 +25,8 @@ def version_number(text: Any) -> int:
     """
     if text == "default":
         return 0
+    if text == CONDEMNED:
+        raise ValueError(f"its weights were {CONDEMNED}")
     if not str(text).isdecimal():
         raise ValueError(f"weight version {text!r} is no number; set one with /update_weight_version")
     return int(text)

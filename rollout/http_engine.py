@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from rollout.engine_reply import EngineError
+from rollout.engine_reply import EngineDeadError, EngineError
 
 BODY_CHARS = 300
 BACKOFF_SECONDS = 0.1
@@ -45,14 +45,15 @@ class HttpEngine:
         """The decoded JSON answer, or the text when it is none; also with a status of `accept`.
 
         Raises:
-            EngineError: no connection, no answer in time, a broken answer, or an error status, with the server's words.
+            EngineDeadError: no connection, a broken one, or an error of the server's own (500, 502, 504).
+            EngineError: no answer in time, a broken answer, or another error status, with the server's words.
         """
         for attempt in range(1, self._attempts + 1):
             try:
                 return await self._once(method, path, body, headers, accept)
             except _NotTakenError as error:
                 if attempt == self._attempts:
-                    raise EngineError(str(error)) from error.__cause__
+                    raise error.kind(str(error)) from error.__cause__
                 await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
         raise AssertionError("attempts is at least 1")
 
@@ -66,18 +67,19 @@ class HttpEngine:
         except aiohttp.ClientConnectorCertificateError as error:
             raise EngineError(f"{where}: the server's TLS certificate is not trusted: {error}") from error
         except aiohttp.ClientConnectorError as error:
-            raise _NotTakenError(f"{where}: cannot connect: {error}") from error
+            raise _NotTakenError(f"{where}: cannot connect: {error}", EngineDeadError) from error
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer within {self._timeout:g} s") from error
         except (aiohttp.ClientError, UnicodeDecodeError) as error:
-            kind = _NotTakenError if method == "GET" else EngineError
-            raise kind(f"{where}: the connection broke: {type(error).__name__}: {error}") from error
+            text = f"{where}: the connection broke: {type(error).__name__}: {error}"
+            raise (_NotTakenError(text, EngineDeadError) if method == "GET" else EngineDeadError(text)) from error
         if reply.status in accept:
             return _decoded(text, where)
         if reply.status == 503:
-            raise _NotTakenError(f"{where}: 503: {error_text(text)}")
+            raise _NotTakenError(f"{where}: 503: {error_text(text)}", EngineError)
         if reply.status >= 400:
-            raise EngineError(f"{where}: {reply.status}: {error_text(text)}{_hint(reply.status)}")
+            kind = EngineDeadError if reply.status >= 500 else EngineError
+            raise kind(f"{where}: {reply.status}: {error_text(text)}{_hint(reply.status)}")
         return _decoded(text, where)
 
     def _open(self) -> aiohttp.ClientSession:
@@ -96,7 +98,11 @@ class HttpEngine:
 
 
 class _NotTakenError(EngineError):
-    """The request did not take effect."""
+    """The request did not take effect; `kind` is what it is when no attempt is left."""
+
+    def __init__(self, text: str, kind: type[EngineError]) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 def error_text(text: str) -> str:

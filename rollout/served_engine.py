@@ -1,68 +1,30 @@
-"""A Backend over an engine that is not ours: requests, aborts, weight updates. How it is spoken to is an adapter's."""
+"""A Backend over an engine that is not ours: requests, aborts, pauses. How it is spoken to is an adapter's; its weights
+and its life are engine_life.py's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import queue
 import threading
-import uuid
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from rollout.backend import ModelInfo, PauseMode, SampleRequest, known_samples
-from rollout.canary import difference, sing
-from rollout.capabilities import Capabilities
-from rollout.engine_model import EngineModel
-from rollout.engine_reply import EngineDeadError, EngineError, EngineReply, failed_trace, trace_of
+from rollout.engine_adapter import EngineAdapter, new_request_id
+from rollout.engine_life import EngineLife
+from rollout.engine_reply import EngineDeadError, EngineError, failed_trace, trace_of
 from rollout.figures import Figures
-from rollout.finished_trace import FinishedTrace
+from rollout.served_stream import Outbox, ServedStream
 from rollout.served_weights import check_checkpoint
-from rollout.update_modes import InFlight, KVMode
+from rollout.update_modes import InFlight, KVMode, UpdatesByHalves, check_version
 from storage.trace import Trace
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Retractions: TypeAlias = Literal["refuse", "invalidate"]
 
 
-class EngineAdapter(Protocol):
-    """One way to speak to one engine. All methods run on one event loop.
-
-    `in_process` adapters take state dicts, the others directories that the server reads.
-    """
-
-    model: EngineModel
-    in_process: bool
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Known once `open` has returned."""
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """The engine's own bound of prompt + completion."""
-
-    async def open(self) -> int:
-        """Connect or start, check what can be checked; the current weight version."""
-
-    async def generate(self, request: SampleRequest, request_id: str) -> EngineReply:
-        """Sample one sequence."""
-
-    async def abort(self, request_id: str) -> None:
-        """End it early: `generate` then returns what there is."""
-
-    async def load_weights(self, source: Any, version: int) -> None:
-        """Load, drop every cached key and value, set the version. Nothing is running. An error means: not usable."""
-
-    async def close(self) -> None:
-        """Release it."""
-
-
-class ServedBackend:
+class ServedBackend(UpdatesByHalves):
     """Implements `rollout.backend.Backend` over an adapter, on an event loop in a thread of its own.
 
     Args:
@@ -80,9 +42,7 @@ class ServedBackend:
         self, adapter: EngineAdapter, *, max_running_requests: int = 512, retractions: Retractions = "refuse"
     ) -> None:
         self._adapter, self._retractions, self.window = adapter, retractions, max_running_requests
-        self._weights: Any = adapter.model.path
-        self._dead: str | None = None
-        self._canary_passed = False
+        self._life = EngineLife(adapter)
         self._closed = False
         self._running: dict[str, SampleRequest] = {}
         self._ended = self._sampled = self._missing_rows = 0
@@ -91,17 +51,17 @@ class ServedBackend:
         self._thread = threading.Thread(target=self._loop.run_forever, name="moe-rollout-served", daemon=True)
         self._thread.start()
         try:
-            self._version = self._call(self._open())
+            self._call(self._open())
         except BaseException:
             self.close()
             raise
 
-    async def _open(self) -> int:
+    async def _open(self) -> None:
         self._slots = asyncio.Semaphore(self.window)
         self._gate, self._idle = asyncio.Event(), asyncio.Event()
         self._gate.set()
         self._idle.set()
-        return await self._adapter.open()
+        await self._life.open()
 
     @property
     def info(self) -> ModelInfo:
@@ -121,7 +81,7 @@ class ServedBackend:
     @property
     def weight_version(self) -> int:
         """Version of the weights that sample now."""
-        return self._version
+        return self._life.version
 
     def figures(self) -> Figures:
         """See `Backend.figures`: what can be seen from here. An engine's own metrics know more."""
@@ -133,20 +93,25 @@ class ServedBackend:
             "requests_ended_total": self._ended,
             "tokens_sampled_total": self._sampled,
             "missing_route_rows_total": self._missing_rows,
-            "weight_version": self._version,
+            "weight_version": self._life.version,
         }
 
     def stream(self, requests: Sequence[SampleRequest]) -> ServedStream:
-        """Each request's trace once, as they finish. A request that fails is a trace with its error; others go on."""
-        self._check_alive()
+        """Each request's trace once, as they finish. A request that fails is a trace with its error; others go on.
+
+        Raises:
+            EngineDeadError: the engine is dead, and could not be started again or has not returned.
+        """
+        self._check_open()
         if any(request.start is not None for request in requests):
             raise ValueError(f"{self.info.not_forced}: it cannot continue recorded traces")
-        return ServedStream(self, requests)
+        self._call(self._life.check())
+        return ServedStream(self, self.info.spec, requests)
 
-    def start(self, request: SampleRequest, outbox: queue.SimpleQueue[Trace]) -> Future[None]:
+    def start(self, request: SampleRequest, outbox: Outbox) -> Future[None]:
         """Begin one request; its trace arrives in `outbox`, also when the handle is cancelled."""
         handle = asyncio.run_coroutine_threadsafe(self._sample(request, outbox), self._loop)
-        handle.add_done_callback(lambda h: outbox.put(failed_trace(request, "abort", None)) if h.cancelled() else None)
+        handle.add_done_callback(lambda ended: _account_for(ended, request, outbox))
         return handle
 
     def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
@@ -191,8 +156,10 @@ class ServedBackend:
         """Go on."""
         self._loop.call_soon_threadsafe(self._gate.set)
 
-    async def _sample(self, request: SampleRequest, outbox: queue.SimpleQueue[Trace]) -> None:
+    async def _sample(self, request: SampleRequest, outbox: Outbox) -> None:
         request_id = new_request_id()
+        if request.sample_id in self._tasks:
+            raise ValueError("a sample of this id is under way")
         self._tasks[request.sample_id] = cast("asyncio.Task[None]", asyncio.current_task())
         try:
             async with self._slots:
@@ -210,14 +177,17 @@ class ServedBackend:
         outbox.put(trace)
 
     async def _ask(self, request: SampleRequest, request_id: str) -> Trace:
-        self._check_alive()
+        await self._life.ready()
         self._running[request_id] = request
         self._idle.clear()
-        version = self._version
+        version = self._life.version
         try:
             reply = await self._adapter.generate(request, request_id)
         except asyncio.CancelledError:
             await self._adapter.abort(request_id)
+            raise
+        except EngineDeadError as error:
+            self._life.died(str(error))
             raise
         finally:
             del self._running[request_id]
@@ -228,14 +198,6 @@ class ServedBackend:
         self._sampled += len(trace.completion_ids)
         self._missing_rows += trace.num_rows - recorded
         return trace
-
-    @contextlib.contextmanager
-    def prepare_update(
-        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
-    ) -> Iterator[Callable[[InFlight, KVMode], None]]:
-        """See `Backend.prepare_update`; here all is checked by the second half."""
-        others = {"force": force, "check_finite": check_finite}
-        yield lambda in_flight, kv: self.update_weights(source, version, in_flight=in_flight, kv=kv, **others)
 
     def sleep(self, level: int = 1, *, in_flight: Literal["wait", "abort"] = "wait") -> None:
         """Not offered.
@@ -249,59 +211,51 @@ class ServedBackend:
         """Not offered, see `sleep`."""
         raise ValueError(f"{self._adapter.capabilities.engine} cannot sleep through this client; use its own interface")
 
-    def update_weights(self, source: Any, version: int, *, in_flight: InFlight = "wait", **others: Any) -> None:
-        """Replace the weights between requests; what arrives meanwhile waits.
+    @contextlib.contextmanager
+    def prepare_update(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False
+    ) -> Iterator[Callable[[InFlight, KVMode], None]]:
+        """See `RolloutClient.update_weights`: checked here, loaded by calling what this gives.
 
         The first update is a rehearsal: the current weights are loaded again and must give the same greedy tokens and
         routes. After an update that failed the engine counts as dead.
 
         Args:
             source: a checkpoint directory, visible here and to the engine, or, in process, a state dict.
-            in_flight: let running requests finish, or abort them.
 
         Raises:
-            ValueError: version, names, shapes or dtypes do not fit; nothing was changed.
+            ValueError, FileNotFoundError: version, names, shapes or dtypes do not fit, or the engine cannot do what is
+                asked; nothing was changed.
             EngineDeadError: loading failed, or the engine does not survive loading its own weights.
         """
-        if unknown := {name: value for name, value in others.items() if value not in (False, "keep", None)}:
-            raise ValueError(f"{self.info.capabilities.engine} cannot do {unknown} in update_weights")
-        if in_flight not in ("wait", "abort"):
+        self._check_open()
+        check_version(version, self._life.version, force)
+        dicts = self._adapter.takes_state_dicts
+        check_checkpoint(source, self._adapter.model, state_dicts=dicts, check_finite=check_finite)
+        yield lambda in_flight, kv: self._apply(source, version, in_flight, kv)
+
+    def _apply(self, source: Any, version: int, in_flight: InFlight, kv: KVMode) -> None:
+        able = self._adapter.capabilities
+        if in_flight == "keep" and not able.update_in_flight:
             raise ValueError(
-                f"in_flight={in_flight!r}: {self.info.capabilities.engine} has no version spans, use 'wait' or 'abort'"
+                f"in_flight='keep': {able.engine} would not say which rows are of which weights; use 'wait' or 'abort'"
             )
-        self._check_alive()
-        if type(version) is not int or version <= self._version:
-            raise ValueError(f"weight version {version!r} is not an integer above the current {self._version}")
-        check_checkpoint(source, self._adapter.model, in_process=self._adapter.in_process)
+        if in_flight == "keep" and kv == "keep":
+            raise ValueError(
+                f"kv='keep': {able.engine} drops every key and value with the weights; use kv='recompute', or "
+                "in_flight='wait'"
+            )
         self._call(self._update(source, version, in_flight))
 
     async def _update(self, source: Any, version: int, in_flight: str) -> None:
         was_open = self._gate.is_set()
-        await self._pause(in_flight)
+        if in_flight != "keep":
+            await self._pause(in_flight)
         try:
-            try:
-                await self._rehearse()
-                await self._adapter.load_weights(source, version)
-            except Exception as error:
-                self._dead = f"its update to weight version {version} failed: {error}"
-                raise EngineDeadError(f"{self._dead}; start the engine again") from error
-            self._version, self._weights = version, source
+            await self._life.update(source, version, running=in_flight == "keep")
         finally:
             if was_open:
                 self._gate.set()
-
-    async def _rehearse(self) -> None:
-        if self._canary_passed:
-            return
-        vocab = self._adapter.model.vocab_size
-        before = await sing(self._adapter.generate, vocab, new_request_id)
-        await self._adapter.load_weights(self._weights, self._version)
-        after = await sing(self._adapter.generate, vocab, new_request_id)
-        if changed := difference(before, after):
-            raise EngineError(
-                f"loading its own weights again changed the model ({changed}): updates in place are refused"
-            )
-        self._canary_passed = True
 
     def close(self) -> None:
         """Abort what runs and release the engine."""
@@ -323,48 +277,14 @@ class ServedBackend:
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _check_alive(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed")
-        if self._dead is not None:
-            raise EngineDeadError(f"this engine is dead: {self._dead}; start it again")
 
 
-def new_request_id() -> str:
-    """Unique among a server's clients and of fixed width: SGLang aborts every id that begins with the given one."""
-    return f"rx-{uuid.uuid4().hex}"
-
-
-class ServedStream(Iterator[FinishedTrace]):
-    """The traces of one `ServedBackend.stream` call; at most `window` are begun and not taken."""
-
-    def __init__(self, backend: ServedBackend, requests: Sequence[SampleRequest]) -> None:
-        self._backend, self._spec = backend, backend.info.spec
-        self._pending = deque(requests)
-        self._outbox: queue.SimpleQueue[Trace] = queue.SimpleQueue()
-        self._begun: dict[str, tuple[SampleRequest, Any]] = {}
-        self._aborted = threading.Event()
-
-    def __next__(self) -> FinishedTrace:
-        while self._pending and len(self._begun) < self._backend.window and not self._aborted.is_set():
-            request = self._pending.popleft()
-            self._begun[request.sample_id] = request, self._backend.start(request, self._outbox)
-        if self._pending and self._aborted.is_set():
-            return FinishedTrace(failed_trace(self._pending.popleft(), "abort", None), self._spec)
-        if not self._begun:
-            raise StopIteration
-        trace = self._outbox.get()
-        del self._begun[trace.sample_id]
-        return FinishedTrace(trace, self._spec)
-
-    def abort(self) -> None:
-        """End all requests now, from any thread; the iterator yields the rest with finish_reason "abort"."""
-        self._aborted.set()
-        self._backend.end([request for request, _ in list(self._begun.values())])
-
-    def close(self) -> None:
-        """Drop the rest and end the iteration."""
-        self._pending.clear()
-        for _, handle in self._begun.values():
-            handle.cancel()
-        self._begun.clear()
+def _account_for(ended: Future[None], request: SampleRequest, outbox: Outbox) -> None:
+    """The trace of a request whose task ended without one: its consumer waits for it."""
+    if ended.cancelled():
+        outbox.put(failed_trace(request, "abort", None))
+    elif error := ended.exception():
+        outbox.put(failed_trace(request, "error", f"{request.sample_id}: {type(error).__name__}: {error}"))

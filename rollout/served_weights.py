@@ -17,25 +17,28 @@ from rollout.weights import stage
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 
-def check_checkpoint(source: Any, model: EngineModel, *, in_process: bool) -> None:
+def check_checkpoint(source: Any, model: EngineModel, *, state_dicts: bool, check_finite: bool = False) -> None:
     """Refuse weights that are not those of `model`.
 
     Args:
-        source: a directory of safetensors with the names of the served checkpoint or of `model.state_dict()`; in
-            process also a state dict.
+        source: a directory of safetensors with the names of the served checkpoint or of `model.state_dict()`; with
+            `state_dicts` also a state dict.
+        check_finite: refuse NaN and infinite values, in a state dict; files of a server are not read here.
 
     Raises:
         ValueError: naming what is missing, unknown or of another shape; or a source that this engine cannot take.
         FileNotFoundError: no such directory.
     """
     if isinstance(source, Mapping):
-        if not in_process:
+        if not state_dicts:
             raise ValueError(
                 "weights are a state dict, and a server reads its own files: save_pretrained() to a directory that the "
                 "server sees too and pass its path"
             )
-        stage(CheckpointNames(model.model), source)
+        stage(CheckpointNames(model.model), source, check_finite)
         return
+    if check_finite:
+        raise ValueError("check_finite reads a state dict; the files that an engine reads are not read here too")
     if not isinstance(source, (str, os.PathLike)):
         raise ValueError(f"weights are a {type(source).__name__}; pass a checkpoint directory")
     found, served = tensors_of(source), Path(model.path)

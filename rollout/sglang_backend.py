@@ -7,11 +7,12 @@ from typing import Any
 
 from rollout.backend import SampleRequest
 from rollout.canary import OUTPUT_TOKENS, PROMPT_TOKENS, sing
+from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineError, EngineReply
-from rollout.engine_versions import check_version, version_number
+from rollout.engine_versions import CONDEMNED, check_version, version_number
 from rollout.http_engine import HttpEngine
-from rollout.served_engine import Retractions, ServedBackend, new_request_id
+from rollout.served_engine import Retractions, ServedBackend
 from rollout.sglang_wire import sglang_capabilities, sglang_payload, sglang_reply
 
 logger = logging.getLogger(__name__)
@@ -19,12 +20,12 @@ MIN_VERSION = (0, 5)
 
 
 class SglangHttp:
-    """Implements `rollout.served_engine.EngineAdapter` over SGLang's HTTP server.
+    """Implements `rollout.engine_adapter.EngineAdapter` over SGLang's HTTP server.
 
     `admin_api_key` is for servers that guard abort, pause and update with a key of their own.
     """
 
-    in_process = False
+    takes_state_dicts = owned = False
 
     def __init__(self, http: HttpEngine, model: EngineModel, admin_api_key: str | None = None) -> None:
         self._http, self.model = http, model
@@ -43,8 +44,20 @@ class SglangHttp:
             self.capabilities = sglang_capabilities(f"SGLang {number}")
         if isinstance(facts, dict):
             self.max_sequence_tokens = int(facts.get("context_length") or self.max_sequence_tokens)
+        version = await self.weight_version()
         await self._probe()
+        return version
+
+    async def weight_version(self) -> int:
+        """`GET /model_info`; ValueError when its text is no number."""
         return version_number((await self._http.call("GET", "/model_info"))["weight_version"])
+
+    async def condemn(self) -> None:
+        """Name its weights so that no client takes them for good."""
+        await self._name_version(CONDEMNED)
+
+    async def _name_version(self, text: str) -> None:
+        await self._post("/update_weight_version", {"new_version": text, "abort_all_requests": True})
 
     async def _probe(self) -> None:
         if self.max_sequence_tokens < PROMPT_TOKENS + OUTPUT_TOKENS:
@@ -65,7 +78,7 @@ class SglangHttp:
         """`POST /abort_request`, which matches by prefix: ids are of fixed width."""
         await self._post("/abort_request", {"rid": request_id, "abort_all": False})
 
-    async def load_weights(self, source: Any, version: int) -> None:
+    async def load_weights(self, source: Any, version: int, *, running: bool = False) -> None:
         """`POST /update_weights_from_disk`.
 
         A refused cache flush comes with new weights under the old version: all is retracted, flushed, and named.
@@ -81,7 +94,7 @@ class SglangHttp:
             if "not flushed" not in answer.get("message", ""):
                 raise EngineError(f"{self._http.url} did not load {source}: {answer.get('message', answer)}")
             await self._repair(version)
-        found = version_number((await self._http.call("GET", "/model_info"))["weight_version"])
+        found = await self.weight_version()
         if found != version:
             raise EngineError(f"{self._http.url} says weight version {found} behind an update to {version}")
 
@@ -90,7 +103,7 @@ class SglangHttp:
         await self._post("/pause_generation", {"mode": "retract"})
         try:
             await self._post("/flush_cache", {})
-            await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": True})
+            await self._name_version(str(version))
         finally:
             await self._post("/continue_generation", {})
 

@@ -37,6 +37,7 @@ def sglang_capabilities(engine: str) -> Capabilities:
     return Capabilities(
         engine=engine,
         per_request_capture=True,
+        update_in_flight=False,
         start_offset=True,
         prompt_logprobs=False,
         prompt_only=False,

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from rollout.backend import SampleRequest
 from rollout.canary import sing
+from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineError, EngineReply
-from rollout.engine_versions import check_version, version_number
+from rollout.engine_versions import CONDEMNED, check_version, version_number
 from rollout.http_engine import HttpEngine
-from rollout.served_engine import ServedBackend, new_request_id
+from rollout.served_engine import ServedBackend
 from rollout.vllm_wire import completions_body, generate_body, vllm_capabilities, vllm_reply
 
 MIN_VERSION = (0, 30)
@@ -22,12 +23,12 @@ START = (
 
 
 class VllmHttp:
-    """Implements `rollout.served_engine.EngineAdapter` over vLLM's HTTP server.
+    """Implements `rollout.engine_adapter.EngineAdapter` over vLLM's HTTP server.
 
     `api` is "generate" for `/inference/v1/generate`, or "completions" for `/v1/completions`, which also takes `stop`.
     """
 
-    in_process = False
+    takes_state_dicts = owned = False
 
     def __init__(self, http: HttpEngine, model: EngineModel, api: Literal["generate", "completions"]) -> None:
         self._http, self.model, self._api = http, model, api
@@ -43,10 +44,13 @@ class VllmHttp:
         (served, *_) = (await self._http.call("GET", "/v1/models"))["data"]
         self._name = served["id"]
         self.max_sequence_tokens = int(served.get("max_model_len") or self.max_sequence_tokens)
+        self._version = await self.weight_version()
         await self._probe()
-        text = (await self._http.call("GET", "/weight_info"))["weight_version"]
-        self._version = version_number(text)
         return self._version
+
+    async def weight_version(self) -> int:
+        """`GET /weight_info`; ValueError when its text is no number."""
+        return version_number((await self._http.call("GET", "/weight_info"))["weight_version"])
 
     async def _probe(self) -> None:
         try:
@@ -72,7 +76,7 @@ class VllmHttp:
         theirs = f"cmpl-{request_id}-0" if self._api == "completions" else f"generate-tokens-{request_id}"
         await self._http.call("POST", "/abort_requests", {"request_ids": [theirs]})
 
-    async def load_weights(self, source: Any, version: int) -> None:
+    async def load_weights(self, source: Any, version: int, *, running: bool = False) -> None:
         """Pause, load through our worker extension, drop the prefix cache, name the version, resume."""
         await self._http.call("POST", "/pause?mode=wait")
         rpc = {"method": "load_checkpoint", "kwargs": {"path": str(source)}}
@@ -80,9 +84,16 @@ class VllmHttp:
         flushed = await self._http.call("POST", "/reset_prefix_cache")
         if not flushed.get("success"):
             raise EngineError(f"{self._http.url} kept its prefix cache, rows of the old weights would be reused")
-        await self._http.call("POST", "/update_weight_version", {"new_version": str(version)})
+        await self._name_version(str(version))
         await self._http.call("POST", "/resume")
         self._version = version
+
+    async def condemn(self) -> None:
+        """Name its weights so that no client takes them for good."""
+        await self._name_version(CONDEMNED)
+
+    async def _name_version(self, text: str) -> None:
+        await self._http.call("POST", "/update_weight_version", {"new_version": text})
 
     async def close(self) -> None:
         """Leave the server as it is."""

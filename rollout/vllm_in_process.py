@@ -3,37 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import os
-import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from rollout.backend import SampleRequest
 from rollout.canary import sing
+from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
-from rollout.engine_reply import EngineError, EngineReply
+from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
+from rollout.engine_thread import EngineThread
 from rollout.engine_versions import check_version
-from rollout.served_engine import ServedBackend, new_request_id
+from rollout.served_engine import ServedBackend
 from rollout.served_weights import saved_form
 from rollout.vllm_backend import MIN_VERSION
 from rollout.vllm_wire import vllm_capabilities, vllm_sampling, vllm_stop_reason
 
-T = TypeVar("T")
-IDLE_SECONDS = 0.02
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM reads these when it is imported: one process, and no threads pinned to cores that others use too."""
 
 
+@dataclass
+class _Waiting:
+    """A request under way; `versions` has the weight version of its output tokens from each position on."""
+
+    request: SampleRequest
+    reply: Future[EngineReply]
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def changed(self, version: int, tokens: int) -> None:
+        """Output token `tokens` is the first of `version`; with none, the prompt is computed again as well."""
+        self.versions = [span for span in self.versions if span[1] < tokens]
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, tokens if self.versions else 0))
+
+    def spans(self, tokens: int) -> list[tuple[int, int, int]]:
+        """`(version, first, last + 1)` over the output tokens; a version that came behind the last one has none."""
+        ends = [start for _, start in self.versions[1:]] + [tokens]
+        return [(version, start, end) for (version, start), end in zip(self.versions, ends, strict=True) if start < end]
+
+
 class VllmInProcess:
-    """Implements `rollout.served_engine.EngineAdapter` over `vllm.v1.engine.llm_engine.LLMEngine`.
+    """Implements `rollout.engine_adapter.EngineAdapter` over `vllm.v1.engine.llm_engine.LLMEngine`.
 
     `options` are vLLM's EngineArgs; capture, processed logprobs and our worker extension are set here.
     """
 
-    in_process = True
+    takes_state_dicts = owned = True
 
     def __init__(self, model: EngineModel, options: Mapping[str, Any]) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -44,19 +64,24 @@ class VllmInProcess:
         self.model, self._options = model, dict(options)
         self.max_sequence_tokens = model.max_positions
         self.capabilities = vllm_capabilities("vLLM", stop_strings=False, version_spans=False)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: dict[str, tuple[SampleRequest, Future[EngineReply]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._version = 0
         self._engine: Any = None
-        self._thread = threading.Thread(target=self._drive, name="moe-rollout-vllm", daemon=True)
+        self._thread: EngineThread | None = None
 
     async def open(self) -> int:
-        """Build the engine on the thread that will step it."""
-        self._thread.start()
-        await self._do(self._build)
+        """Build the engine on the thread that will step it; behind a death, once more."""
+        await self.close()
+        self._thread = EngineThread(self._busy, self._step, self._ended)
+        await self._thread.do(self._build)
+        self._version = 0
         for song in await sing(self.generate, self.model.vocab_size, new_request_id):
             self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
-        return 0
+        return self._version
+
+    async def weight_version(self) -> int:
+        """Its own count: nobody else loads weights here."""
+        return self._version
 
     def _build(self) -> None:
         for name, value in ENVIRONMENT.items():
@@ -78,12 +103,13 @@ class VllmInProcess:
         arguments = EngineArgs(**{"model": self.model.path, "disable_log_stats": True, **self._options, **ours})
         self._engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
         self.max_sequence_tokens = int(self._engine.vllm_config.model_config.max_model_len)
-        self.capabilities = vllm_capabilities(f"vLLM {vllm.__version__}", stop_strings=False, version_spans=False)
+        spans = not self._engine.vllm_config.scheduler_config.async_scheduling  # else tokens are under way in an update
+        self.capabilities = vllm_capabilities(f"vLLM {vllm.__version__}", stop_strings=False, version_spans=spans)
 
     async def generate(self, request: SampleRequest, request_id: str) -> EngineReply:
         """Queue one sequence and wait for its end."""
         reply: Future[EngineReply] = Future()
-        await self._do(lambda: self._add(request, request_id, reply))
+        await self._opened().do(lambda: self._add(request, request_id, reply))
         return await asyncio.wrap_future(reply)
 
     def _add(self, request: SampleRequest, request_id: str, reply: Future[EngineReply]) -> None:
@@ -97,11 +123,11 @@ class VllmInProcess:
             sampling["stop_token_ids"] = sorted(stops)
         params = SamplingParams(**sampling, **final)
         self._engine.add_request(request_id, {"prompt_token_ids": list(request.prompt_ids)}, params)
-        self._waiting[request_id] = request, reply
+        self._waiting[request_id] = _Waiting(request, reply, [(self._version, 0)])
 
     async def abort(self, request_id: str) -> None:
         """End it now, with what it has."""
-        await self._do(lambda: self._abort(request_id))
+        await self._opened().do(lambda: self._abort(request_id))
 
     def _abort(self, request_id: str) -> None:
         """The synchronous engine drops the output of an abort, unless the request's state has a queue to put it."""
@@ -113,74 +139,69 @@ class VllmInProcess:
         for output in ended.outputs:
             self._finish(output)
 
-    async def load_weights(self, source: Any, version: int) -> None:
-        """A state dict goes to the worker as it is; a directory is read there."""
-        await self._do(lambda: self._load(source, version))
+    async def load_weights(self, source: Any, version: int, *, running: bool = False) -> None:
+        """A state dict goes to the worker as it is; a directory is read there.
 
-    def _load(self, source: Any, version: int) -> None:
+        With `running`, vLLM preempts what is under way: keys and values are computed again with the new weights, and
+        the rows of tokens it has delivered stay those of their sampling.
+        """
+        await self._opened().do(lambda: self._load(source, version, running))
+
+    def _load(self, source: Any, version: int, running: bool) -> None:
         if isinstance(source, Mapping):
             self._engine.model_executor.driver_worker.worker.load_tensors(saved_form(source, self.model).items())
         else:
             self._engine.collective_rpc("load_checkpoint", kwargs={"path": str(source)})
-        if not self._engine.reset_prefix_cache():
+        if not self._engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("vLLM kept its prefix cache, rows of the old weights would be reused")
         self._version = version
+        for request_id, waiting in self._waiting.items():
+            waiting.changed(version, self._delivered(request_id))
+
+    def _delivered(self, request_id: str) -> int:
+        """Tokens sampled so far."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        (internal,) = self._engine.output_processor.external_req_ids[request_id]
+        return int(scheduler.requests[internal].num_output_tokens)
+
+    async def condemn(self) -> None:
+        """Nothing: `open` builds another engine."""
 
     async def close(self) -> None:
         """Stop the thread and free the engine."""
-        if self._thread.is_alive():
-            self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
+        if self._thread is not None:
+            await self._thread.stop()
+            self._thread = None
 
-    async def _do(self, command: Callable[[], T]) -> T:
-        """`command()` on the engine's thread, between two steps."""
-        if not self._thread.is_alive():
-            raise EngineError("vLLM's thread has ended; see the log, and start the engine again")
-        done: Future[T] = Future()
+    def _opened(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineDeadError("vLLM's engine was closed")
+        return self._thread
 
-        def run() -> None:
-            try:
-                done.set_result(command())
-            except Exception as error:
-                done.set_exception(error)
-
-        self._commands.put(run)
-        return await asyncio.wrap_future(done)
-
-    def _drive(self) -> None:
-        while self._run_commands():
-            if self._engine is not None and self._engine.has_unfinished_requests():
-                self._step()
-        if self._engine is not None:
-            self._engine.engine_core.shutdown()
-
-    def _run_commands(self) -> bool:
-        """Those that wait; a moment for one when there is nothing to step. False to stop."""
-        idle = self._engine is None or not self._engine.has_unfinished_requests()
-        try:
-            command = self._commands.get(block=idle, timeout=IDLE_SECONDS if idle else None)
-        except queue.Empty:
-            return True
-        if command is not None:
-            command()
-        return command is not None
+    def _busy(self) -> bool:
+        return self._engine is not None and self._engine.has_unfinished_requests()
 
     def _step(self) -> None:
-        try:
-            outputs = self._engine.step()
-        except Exception as error:
-            waiting, self._waiting = self._waiting, {}
-            for _, reply in waiting.values():
-                reply.set_exception(EngineError(f"vLLM's engine failed: {type(error).__name__}: {error}"))
-            raise
-        for output in outputs:
+        for output in self._engine.step():
             if output.finished:
                 self._finish(output)
 
     def _finish(self, output: Any) -> None:
-        request, reply = self._waiting.pop(output.request_id, (None, None))
-        if request is not None and reply is not None and reply.set_running_or_notify_cancel():
-            reply.set_result(_reply(request, output.outputs[0], self._version))
+        waiting = self._waiting.pop(output.request_id, None)
+        if waiting is not None and waiting.reply.set_running_or_notify_cancel():
+            waiting.reply.set_result(_reply(waiting, output.outputs[0]))
+
+    def _ended(self, error: Exception | None) -> None:
+        """The thread's last act: what is under way fails, and the engine's memory is freed."""
+        waiting, self._waiting = self._waiting, {}
+        why = f"vLLM's engine failed: {type(error).__name__}: {error}" if error else "vLLM's engine was closed"
+        for one in waiting.values():
+            if one.reply.set_running_or_notify_cancel():
+                one.reply.set_exception(EngineDeadError(why))
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine = None
+            gc.collect()
 
 
 class _Ended:
@@ -193,7 +214,7 @@ class _Ended:
         self.outputs.append(output)
 
 
-def _reply(request: SampleRequest, sequence: Any, version: int) -> EngineReply:
+def _reply(waiting: _Waiting, sequence: Any) -> EngineReply:
     ids = list(sequence.token_ids)
     chosen = [sequence.logprobs[index] for index in range(len(ids))]
     return EngineReply(
@@ -204,8 +225,8 @@ def _reply(request: SampleRequest, sequence: Any, version: int) -> EngineReply:
         ],
         layers=sequence.routed_experts if ids else None,
         finish_reason=sequence.finish_reason,
-        stop_reason=vllm_stop_reason(request, ids, sequence.finish_reason, sequence.stop_reason),
-        versions=[(version, 0, len(ids))],
+        stop_reason=vllm_stop_reason(waiting.request, ids, sequence.finish_reason, sequence.stop_reason),
+        versions=waiting.spans(len(ids)),
     )
 
 

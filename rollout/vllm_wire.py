@@ -42,6 +42,7 @@ def vllm_capabilities(engine: str, *, stop_strings: bool, version_spans: bool) -
     no_detokenizer = {} if stop_strings else {"stop": "/inference/v1/generate has no tokenizer; use api='completions'"}
     return Capabilities(
         engine=engine,
+        update_in_flight=version_spans,
         version_spans=version_spans,
         start_offset=True,
         prompt_logprobs=False,

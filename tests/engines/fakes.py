@@ -85,6 +85,15 @@ class FakeServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
+    def forget(self) -> None:
+        """As a process that was started again: the weights of its command line."""
+        self.version, self.weights, self.loads = "default", "start", 0
+
+    @property
+    def generated(self) -> list[str]:
+        """Paths of the requests that generated."""
+        return [path for path, *_ in self.seen if path.endswith(("generate", "completions"))]
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)

@@ -69,10 +69,10 @@ def test_512_requests_at_once_arrive_once_each_and_never_more_than_allowed(conne
 
 def test_a_consumer_that_pauses_holds_a_bounded_number_of_requests(connect, server):
     client = connect(max_running_requests=8)
-    before = len(server.seen)
+    before = len(server.generated)
     stream = client.stream([[1 + i] for i in range(40)], sampling_params=PARAMS)
     next(stream)
-    assert len(server.seen) - before <= 8
+    assert len(server.generated) - before <= 8
     assert len(list(stream)) == 39
 
 
@@ -208,6 +208,30 @@ def test_a_killed_server_fails_what_it_held_and_the_client_recovers_when_it_retu
         assert_faithful(trace, server)
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_server_that_was_started_again_gets_the_weights_of_the_last_update_again(connect, server, newer, noticed):
+    client = connect()
+    client.update_weights(newer, version=5)
+    server.stop()
+    if noticed:
+        with pytest.raises(EngineDeadError, match="cannot connect"):
+            client.sample(PROMPTS, sampling_params=PARAMS)
+    server.forget()
+    server.start()
+    for trace in client.sample(PROMPTS, sampling_params=PARAMS):
+        assert_faithful(trace, server, weights=str(newer))
+        assert trace.weight_version == 5
+    assert server.version == "5"
+
+
+def test_a_server_that_another_client_updated_is_refused(connect, server, newer):
+    client = connect()
+    client.update_weights(newer, version=5)
+    server.version = "9"
+    with pytest.raises(EngineDeadError, match="it has weight version 9, need 5: others updated it, connect anew"):
+        client.sample(PROMPTS, sampling_params=PARAMS)
+
+
 @pytest.fixture
 def newer(model, tmp_path) -> Path:
     return Path(shutil.copytree(model, tmp_path / "newer"))
@@ -233,13 +257,21 @@ def test_an_engine_that_reloads_its_own_weights_wrongly_is_refused(connect, serv
         client.sample([[5, 7]], sampling_params=PARAMS)
 
 
-def test_a_failed_update_leaves_a_dead_engine(connect, server, newer):
+def test_a_failed_update_leaves_a_dead_engine_for_every_client_until_it_is_started_again(connect, server, newer):
     client = connect()
     server.fail_update = True
     with pytest.raises(EngineDeadError, match="update to weight version 1 failed"):
         client.update_weights(newer, version=1)
-    with pytest.raises(EngineDeadError, match="this engine is dead"):
+    with pytest.raises(EngineDeadError, match=r"this engine is dead.*start it again"):
         client.sample([[5, 7]], sampling_params=PARAMS)
+    with pytest.raises(ValueError, match="weights were broken by a failed update"):
+        connect()
+    server.fail_update = False
+    server.stop()
+    server.forget()
+    server.start()
+    client.update_weights(newer, version=1)
+    assert_faithful(client.sample([[5, 7]], sampling_params=PARAMS)[0], server, weights=str(newer))
 
 
 def test_weights_that_do_not_fit_are_refused_before_the_engine_is_asked(connect, server, checkpoint):
@@ -308,6 +340,20 @@ def test_what_an_engine_cannot_do_is_an_error_at_the_call(connect, params, messa
         connect().sample([[5, 7]], sampling_params=params)
 
 
-def test_an_update_in_mid_flight_that_would_need_spans_is_refused(connect, newer):
-    with pytest.raises(ValueError, match="in_flight='keep'"):
-        connect().backend.update_weights(newer, 1, in_flight="keep")
+def test_an_update_in_mid_flight_that_would_need_spans_is_refused(connect, server, newer):
+    client = connect()
+    with pytest.raises(ValueError, match=r"in_flight=.keep.: .* would not say which rows are of which weights"):
+        client.update_weights(newer, 1, in_flight="keep")
+    assert server.loads == 0
+
+
+def test_an_update_is_checked_whole_by_its_first_half(connect, server, newer, checkpoint):
+    client = connect()
+    with pytest.raises(ValueError, match="do not fit the served model"):
+        client.backend.prepare_update(checkpoint("qwen3_moe", moe_intermediate_size=24), 1).__enter__()
+    with pytest.raises(ValueError, match="weight version 0 is not above the current 0; force=True allows it"):
+        client.backend.prepare_update(newer, 0).__enter__()
+    with client.backend.prepare_update(newer, 0, force=True) as apply:
+        assert server.loads == 0
+        apply("wait", "keep")
+    assert server.loads == 2

@@ -5,29 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollout import RolloutClient, RouterReplay, SamplingParams
 from storage import ReplayBatch, Trace, TraceDataset
+from tests.engines.truth import OPTIONS, PROMPTS, WIDER, check, load
 from tests.engines.vllm_server import KEY, VllmServer
 
 pytest.importorskip("vllm", reason="vLLM is not installed; see make_vllm_env.sh")
 pytestmark = pytest.mark.peer
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 200, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26,
-    "max_num_batched_tokens": 64, "max_num_seqs": 16,
-}  # fmt: skip
-# vLLM's CPU attention takes heads of at least 32
-WIDER = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.08}
-RANDOM = np.random.default_rng(0)
-PROMPTS = [RANDOM.integers(3, 96, size).tolist() for size in (1, 5, 40, 90)]
-
-
 FAMILIES = ("qwen3_moe", "olmoe", "mixtral")
 REACHED = ("in_process", "generate", "completions")
 
@@ -79,33 +68,6 @@ def client(
     with opened as client:
         client.root = traces
         yield client
-
-
-def load(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def check(traces: list[Trace], plain: Any, top_p: float = 1.0, temperature: float = 1.0) -> None:
-    """Routes equal transformers' row by row, logprobs within 1e-5, of the distribution sampled from.
-
-    Slot by slot too, but for OLMoE, whose ids vLLM's CPU router returns in another order.
-    """
-    replay = RouterReplay(plain)
-    for trace in traces:
-        ids = torch.tensor([trace.token_ids[:-1]])
-        with replay.record() as recorded:
-            logits = plain(ids).logits[0, len(trace.prompt_ids) - 1 :].double() / temperature
-        own = np.asarray(recorded.routed_experts)
-        own, found = own.reshape(trace.routed_experts.shape), trace.routed_experts
-        assert np.array_equal(np.sort(found), np.sort(own))
-        assert np.array_equal(found, own) or plain.config.model_type == "olmoe"
-        ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
-        kept = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before < top_p)
-        logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
-        chosen = logprobs.gather(-1, torch.tensor(trace.completion_ids)[:, None])[:, 0].numpy()
-        assert np.abs(chosen - trace.logprobs).max() < 1e-5
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (0.7, 1.0)])

@@ -1,0 +1,151 @@
+"""The life of a served engine: which weights it has, when it counts as dead, and how it comes back.
+
+An engine that this client owns is started again by whoever asks next, with the weights of the last update. A server is
+others' to start: the client goes on when it answers again, and loads those weights once more if it has lost them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.canary import difference, sing
+from rollout.engine_adapter import EngineAdapter, new_request_id
+from rollout.engine_reply import EngineDeadError, EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLife:
+    """For use inside one event loop."""
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self._adapter = adapter
+        self.version = 0
+        self._source: Any = None  # of the last update, when it can be loaded again
+        self._updated = False
+        self._canary_passed = False
+        self._dead: str | None = None
+        self._lost: str | None = None  # alive again, but without its weights
+        self._beyond_help = False
+        self._updating = False
+        self._revival: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Start or connect; see `EngineAdapter.open`."""
+        self.version = await self._adapter.open()
+
+    def died(self, why: str) -> None:
+        """A request found the engine dead; whoever asks next starts it again."""
+        if self._dead is None:
+            logger.warning("%s counts as dead: %s", self._adapter.capabilities.engine, why)
+            self._dead = why
+
+    async def check(self) -> None:
+        """`ready`, and ask the engine first: one that was started again behind our back has other weights."""
+        if self._dead is None and not self._updating:
+            await self._compare()
+        await self.ready()
+
+    async def _compare(self) -> None:
+        need = self.version
+        try:
+            found = await self._adapter.weight_version()
+        except (EngineError, ValueError) as error:
+            self.died(str(error))
+            return
+        if found != need and need == self.version and not self._updating:
+            self.died(f"it has weight version {found}, need {need}")
+
+    async def ready(self) -> None:
+        """Return when the engine can sample from the current weights.
+
+        Raises:
+            EngineDeadError: it is dead and could not be brought back; the message says what to do.
+        """
+        await self._alive()
+        if self._lost is not None:
+            raise EngineDeadError(self._lost)
+
+    async def _alive(self) -> None:
+        if self._dead is None:
+            return
+        if self._revival is None:
+            self._revival = asyncio.ensure_future(self._revive())
+            self._revival.add_done_callback(self._revived)
+        await asyncio.shield(self._revival)
+
+    def _revived(self, revival: asyncio.Task[None]) -> None:
+        self._revival = None
+        if not revival.cancelled():
+            revival.exception()  # those who waited have it; nobody may be left
+
+    async def _revive(self) -> None:
+        if self._beyond_help:
+            raise EngineDeadError(f"this engine is dead: {self._dead}; start it again and connect anew")
+        try:
+            await self._catch_up(await self._adapter.open())
+        except (EngineError, ValueError) as error:
+            raise EngineDeadError(f"this engine is dead: {self._dead}; start it again: {error}") from error
+        logger.warning("%s is back with weight version %d", self._adapter.capabilities.engine, self.version)
+        self._dead = None
+
+    async def _catch_up(self, found: int) -> None:
+        """Bring an engine that has just opened with version `found` to ours."""
+        if found == self.version and not (self._updated and found == 0):
+            return
+        if found != 0 or not self._updated:
+            raise EngineError(f"it has weight version {found}, need {self.version}: others updated it, connect anew")
+        if self._source is None:
+            self._lost = (
+                f"the engine was started again and has lost the weights of version {self.version}, which came as a "
+                "state dict: call update_weights"
+            )
+            return
+        await self._adapter.load_weights(self._source, self.version)
+
+    async def update(self, source: Any, version: int, *, running: bool) -> None:
+        """Load checked weights. The first time is a rehearsal too, see rollout/canary.py.
+
+        Raises:
+            EngineDeadError: it failed, and the engine counts as dead; or it was dead and could not be brought back.
+        """
+        await self._alive()
+        self._updating = True
+        try:
+            await self._rehearse(running)
+            await self._adapter.load_weights(source, version, running=running)
+            self.version, self._updated, self._lost = version, True, None
+            self._source = None if isinstance(source, Mapping) else source
+        except Exception as error:
+            await self._failed(f"its update to weight version {version} failed: {error}")
+            again = "it is started again when it is asked next" if self._adapter.owned else "start it again"
+            raise EngineDeadError(f"{self._dead}; {again}") from error
+        finally:
+            self._updating = False
+
+    async def _failed(self, why: str) -> None:
+        self._dead = why
+        try:
+            await self._adapter.condemn()
+        except EngineDeadError:
+            logger.warning("%s does not answer after a failed update", self._adapter.capabilities.engine)
+        except EngineError as error:
+            logger.warning("%s could not be condemned: %s", self._adapter.capabilities.engine, error)
+            self._beyond_help = True
+
+    async def _rehearse(self, running: bool) -> None:
+        if self._canary_passed:
+            return
+        vocab = self._adapter.model.vocab_size
+        before = await sing(self._adapter.generate, vocab, new_request_id)
+        await self._adapter.load_weights(self._adapter.model.path, self.version, running=running)
+        after = await sing(self._adapter.generate, vocab, new_request_id)
+        if changed := difference(before, after):
+            raise EngineError(
+                f"loading its own weights again changed the model ({changed}): updates in place are refused"
+                + (f"; or version {self.version} is not in {self._adapter.model.path}" if self.version else "")
+            )
+        self._canary_passed = True

@@ -1,0 +1,70 @@
+"""An engine that the client owns, without a model: it can die, lose its weights and be started again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rollout.capabilities import Capabilities
+from rollout.engine_model import EngineModel
+from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
+from tests.engines.fakes import Drawn
+
+
+class OwnedEngine:
+    """An EngineAdapter whose answers are `Drawn` from prompt, seed and weights.
+
+    Attributes:
+        starts: how often it was started.
+        dead: every request fails until it is started again; with `hopeless` it cannot be.
+        fail_update: loading breaks it.
+        updates: (weights, version, running) of every load.
+    """
+
+    takes_state_dicts = owned = True
+    shape = (2, 2, 8, 96)
+
+    def __init__(self, model: EngineModel) -> None:
+        self.model, self.max_sequence_tokens = model, 256
+        self.capabilities = Capabilities(engine="Fake 1.0", frozen_recompute=False)
+        self.starts, self.version, self.weights = 0, 0, "start"
+        self.dead = self.hopeless = self.fail_update = False
+        self.updates: list[tuple[Any, int, bool]] = []
+
+    async def open(self) -> int:
+        await asyncio.sleep(0.01)
+        if self.hopeless:
+            raise EngineError("out of memory")
+        self.starts += 1
+        self.version, self.weights, self.dead = 0, "start", False
+        return 0
+
+    async def weight_version(self) -> int:
+        return self.version
+
+    async def generate(self, request: Any, request_id: str) -> EngineReply:
+        await asyncio.sleep(0)
+        if self.dead:
+            raise EngineDeadError("its thread has ended")
+        count = request.sampling_params.max_tokens
+        drawn = Drawn(list(request.prompt_ids), count, request.seed, self.weights, self.shape)
+        return EngineReply(drawn.ids, drawn.ids, drawn.logprobs.tolist(), drawn.routes, "length")
+
+    async def abort(self, request_id: str) -> None:
+        pass
+
+    async def load_weights(self, source: Any, version: int, *, running: bool = False) -> None:
+        self.updates.append((source, version, running))
+        if self.fail_update:
+            self.dead = True
+            raise RuntimeError("shape mismatch")
+        self.version = version
+        self.weights = (
+            "start" if str(source) == self.model.path else "dict" if isinstance(source, dict) else str(source)
+        )
+
+    async def condemn(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
