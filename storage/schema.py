@@ -175,8 +175,6 @@ def _trace(row: dict[str, Any], check_crc: bool) -> Trace:
     return Trace(
         **fields
         | {
-            "prompt_ids": row["prompt_ids"].tolist(),
-            "completion_ids": row["completion_ids"].tolist(),
             "weight_versions": [WeightSpan(**span) for span in row["weight_versions"]],
             "stop_reason": None if row["stop_reason"] is None else json.loads(row["stop_reason"]),
             "sampling_params": json.loads(row["sampling_params"]),

@@ -103,7 +103,9 @@ class RoutingSpec:
         if routes.dtype.kind not in "iu":
             raise ValueError(f"{name}: routed_experts is {routes.dtype}, need integers")
         if len(routes):
-            outside = (routes.min(axis=0) < 0) | (routes.max(axis=0) > self._highest_ids)
+            outside = routes.max(axis=0) > self._highest_ids
+            if routes.dtype.kind == "i":
+                outside |= routes.min(axis=0) < 0
             if outside.any():
                 self._refuse_ids(routes, int(outside.any(axis=1).argmax()), name)
         return np.ascontiguousarray(routes, dtype=self.dtype)
