@@ -120,7 +120,7 @@ def explanation(rounds: list[dict[str, Run]], memory: dict[str, list[dict[str, A
         for name in memory
     ]
     lines.append(
-        "The ranks share the arithmetic of the one process, so 2 would be perfect. Collectives take from that, and what "
+        "The ranks share the arithmetic of the one process, so 2 would be perfect. Collectives take from it, and what "
         "a step costs however few its requests, which each rank pays for half of them: alltoall has three collectives "
         f"per MoE layer, allgather two with more rows. This machine has {os.cpu_count()} cores and a load average of "
         f"{os.getloadavg()[0]:.1f}: with other work on them, collectives wait for ranks that were not running. A group "
