@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout.sampling import SamplingParams
+from rollout.update_modes import InFlight, KVMode
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,15 @@ class Capabilities:
             value = getattr(params, key)
             if value != SamplingParams.model_fields[key].get_default(call_default_factory=True):
                 raise ValueError(f"{name}: {self.engine} cannot do {key}={value!r}: {why}")
+
+    def check_update(self, in_flight: InFlight, kv: KVMode) -> None:
+        """Raise ValueError for an update in mid-flight that a served engine cannot do: it drops every key and value."""
+        if in_flight == "keep" and not self.update_in_flight:
+            raise ValueError(
+                f"in_flight='keep': {self.engine} would not say which rows are of which weights; use 'wait' or 'abort'"
+            )
+        if in_flight == "keep" and kv == "keep":
+            raise ValueError(
+                f"kv='keep': {self.engine} drops every key and value with the weights; use kv='recompute', or "
+                "in_flight='wait'"
+            )

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rollout.backend import ModelInfo
+from rollout.capabilities import Capabilities
 from rollout.loader import eos_token_ids, load_config, load_tokenizer, meta_model
 from storage.trace import RoutingSpec
 
@@ -41,6 +43,19 @@ class EngineModel:
         if layers.ndim != 3 or layers.shape[1:] != need:
             raise ValueError(f"{name}: routes have shape {layers.shape}, need [rows, {need[0]} layers, {need[1]}]")
         return layers[:, [site.layer for site in self.spec.sites]]
+
+    def info(self, limit: int, capabilities: Capabilities) -> ModelInfo:
+        """What the client needs to know, of an engine that takes sequences of `limit` tokens."""
+        return ModelInfo(
+            spec=self.spec,
+            vocab_size=self.vocab_size,
+            max_sequence_tokens=min(limit, self.max_positions),
+            max_sequence_reason="the engine's limit" if limit < self.max_positions else "the model's positions",
+            tokenizer_path=self.path if self.has_tokenizer else None,
+            captures_routes=True,
+            not_forced=f"{capabilities.engine} cannot be told which routes to take",
+            capabilities=capabilities,
+        )
 
 
 def describe_model(path: str, trust_remote_code: bool = False) -> EngineModel:

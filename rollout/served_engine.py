@@ -5,22 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from rollout.backend import ModelInfo, PauseMode, SampleRequest, known_samples
 from rollout.engine_adapter import EngineAdapter, new_request_id
 from rollout.engine_life import EngineLife
 from rollout.engine_reply import EngineDeadError, EngineError, failed_trace, trace_of
 from rollout.figures import Figures
-from rollout.served_stream import Outbox, ServedStream
+from rollout.loop_thread import LoopThread
+from rollout.served_stream import Outbox, ServedStream, account_for
 from rollout.served_weights import check_checkpoint
 from rollout.update_modes import InFlight, KVMode, UpdatesByHalves, check_version
 from storage.trace import Trace
 
-T = TypeVar("T")
 Retractions: TypeAlias = Literal["refuse", "invalidate"]
 
 
@@ -47,11 +46,9 @@ class ServedBackend(UpdatesByHalves):
         self._running: dict[str, SampleRequest] = {}
         self._ended = self._sampled = self._missing_rows = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="moe-rollout-served", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("moe-rollout-served")
         try:
-            self._call(self._open())
+            self._loop.call(self._open())
         except BaseException:
             self.close()
             raise
@@ -66,17 +63,7 @@ class ServedBackend(UpdatesByHalves):
     @property
     def info(self) -> ModelInfo:
         """Facts of the served model."""
-        model, limit = self._adapter.model, self._adapter.max_sequence_tokens
-        return ModelInfo(
-            spec=model.spec,
-            vocab_size=model.vocab_size,
-            max_sequence_tokens=min(limit, model.max_positions),
-            max_sequence_reason="the engine's limit" if limit < model.max_positions else "the model's positions",
-            tokenizer_path=model.path if model.has_tokenizer else None,
-            captures_routes=True,
-            not_forced=f"{self._adapter.capabilities.engine} cannot be told which routes to take",
-            capabilities=self._adapter.capabilities,
-        )
+        return self._adapter.model.info(self._adapter.max_sequence_tokens, self._adapter.capabilities)
 
     @property
     def weight_version(self) -> int:
@@ -105,13 +92,13 @@ class ServedBackend(UpdatesByHalves):
         self._check_open()
         if any(request.start is not None for request in requests):
             raise ValueError(f"{self.info.not_forced}: it cannot continue recorded traces")
-        self._call(self._life.check())
+        self._loop.call(self._life.check())
         return ServedStream(self, self.info.spec, requests)
 
     def start(self, request: SampleRequest, outbox: Outbox) -> Future[None]:
         """Begin one request; its trace arrives in `outbox`, also when the handle is cancelled."""
-        handle = asyncio.run_coroutine_threadsafe(self._sample(request, outbox), self._loop)
-        handle.add_done_callback(lambda ended: _account_for(ended, request, outbox))
+        handle = self._loop.submit(self._sample(request, outbox))
+        handle.add_done_callback(lambda ended: account_for(ended, request, outbox))
         return handle
 
     def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
@@ -120,7 +107,7 @@ class ServedBackend(UpdatesByHalves):
         Raises:
             ValueError: one of them is not known, or has ended; nothing is aborted.
         """
-        self._call(self._abort(sample_ids))
+        self._loop.call(self._abort(sample_ids))
 
     async def _abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
         named = known_samples(sample_ids, set(self._tasks))
@@ -131,7 +118,7 @@ class ServedBackend(UpdatesByHalves):
 
     def end(self, requests: Sequence[SampleRequest]) -> None:
         """`abort` for those of the requests that have not ended."""
-        self._call(self._end({request.sample_id for request in requests}))
+        self._loop.call(self._end({request.sample_id for request in requests}))
 
     async def _end(self, sample_ids: set[str]) -> None:
         await self._abort(sorted(sample_ids & self._tasks.keys()))
@@ -144,7 +131,7 @@ class ServedBackend(UpdatesByHalves):
         """
         if mode not in ("wait", "abort"):
             raise ValueError(f"pause mode {mode!r}: {self._adapter.capabilities.engine} takes 'wait' or 'abort'")
-        self._call(self._pause(mode))
+        self._loop.call(self._pause(mode))
 
     async def _pause(self, mode: str) -> None:
         self._gate.clear()
@@ -154,7 +141,7 @@ class ServedBackend(UpdatesByHalves):
 
     def resume(self) -> None:
         """Go on."""
-        self._loop.call_soon_threadsafe(self._gate.set)
+        self._loop.soon(self._gate.set)
 
     async def _sample(self, request: SampleRequest, outbox: Outbox) -> None:
         request_id = new_request_id()
@@ -235,17 +222,8 @@ class ServedBackend(UpdatesByHalves):
         yield lambda in_flight, kv: self._apply(source, version, in_flight, kv)
 
     def _apply(self, source: Any, version: int, in_flight: InFlight, kv: KVMode) -> None:
-        able = self._adapter.capabilities
-        if in_flight == "keep" and not able.update_in_flight:
-            raise ValueError(
-                f"in_flight='keep': {able.engine} would not say which rows are of which weights; use 'wait' or 'abort'"
-            )
-        if in_flight == "keep" and kv == "keep":
-            raise ValueError(
-                f"kv='keep': {able.engine} drops every key and value with the weights; use kv='recompute', or "
-                "in_flight='wait'"
-            )
-        self._call(self._update(source, version, in_flight))
+        self._adapter.capabilities.check_update(in_flight, kv)
+        self._loop.call(self._update(source, version, in_flight))
 
     async def _update(self, source: Any, version: int, in_flight: str) -> None:
         was_open = self._gate.is_set()
@@ -262,29 +240,16 @@ class ServedBackend(UpdatesByHalves):
         if self._closed:
             return
         self._closed = True
-        self._call(self._shut())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.call(self._shut())
+        self._loop.stop()
 
     async def _shut(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._adapter.close()
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed")
-
-
-def _account_for(ended: Future[None], request: SampleRequest, outbox: Outbox) -> None:
-    """The trace of a request whose task ended without one: its consumer waits for it."""
-    if ended.cancelled():
-        outbox.put(failed_trace(request, "abort", None))
-    elif error := ended.exception():
-        outbox.put(failed_trace(request, "error", f"{request.sample_id}: {type(error).__name__}: {error}"))

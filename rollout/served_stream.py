@@ -62,3 +62,11 @@ class ServedStream(Iterator[FinishedTrace]):
         for _, handle in self._begun.values():
             handle.cancel()
         self._begun.clear()
+
+
+def account_for(ended: Future[None], request: SampleRequest, outbox: Outbox) -> None:
+    """The trace of a request whose task ended without one: its consumer waits for it."""
+    if ended.cancelled():
+        outbox.put(failed_trace(request, "abort", None))
+    elif error := ended.exception():
+        outbox.put(failed_trace(request, "error", f"{request.sample_id}: {type(error).__name__}: {error}"))
