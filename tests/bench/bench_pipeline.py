@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=768, help="completion tokens per sample")
     parser.add_argument("--actors", type=int, default=1)
+    parser.add_argument("--sinks", type=int, default=1)
     chosen = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", num_cpus=chosen.actors + 1, include_dashboard=False, log_to_driver=False)
@@ -116,27 +117,27 @@ def main() -> None:
         "none", num_actors=chosen.actors, engine_options={"tokens": chosen.tokens}, backend_factory=SyntheticBackend
     )
     with tempfile.TemporaryDirectory() as scratch:
-        measure(pool, Path(scratch), chosen.samples, PROMPT + chosen.tokens - 1)
+        measure(pool, Path(scratch), chosen.samples, PROMPT + chosen.tokens - 1, chosen.sinks)
     pool.close()
     ray.shutdown()
 
 
-def measure(pool: ActorPool, scratch: Path, samples: int, rows: int) -> None:
+def measure(pool: ActorPool, scratch: Path, samples: int, rows: int, sinks: int) -> None:
     """Print the three rates."""
     started = time.perf_counter()
     tables = list(pool.stream(requests(0, samples)))
     _report("engine and encoding alone", samples, rows, time.perf_counter() - started)
 
-    recorder = RemoteRecorder(scratch / "sink", SPEC)
+    recorder = RemoteRecorder(scratch / "sink", SPEC, num_sinks=sinks)
     started = time.perf_counter()
     for finished in tables:
         recorder.write(finished, 0)
     recorder.commit(0)
-    _report("sink alone", samples, rows, time.perf_counter() - started)
+    _report(f"{sinks} sinks alone", samples, rows, time.perf_counter() - started)
     recorder.close()
     del tables, finished
 
-    recorder = RemoteRecorder(scratch / "both", SPEC)
+    recorder = RemoteRecorder(scratch / "both", SPEC, num_sinks=sinks)
     started = time.perf_counter()
     for finished in pool.stream(requests(1, samples)):
         recorder.write(finished, 1)

@@ -157,7 +157,11 @@ def test_dropping_a_part_of_a_pack(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("action", "states"),
-    [("compact()", [[0, 1, 2, 5]]), ("archive(9)", [[0, 1, 2, 5]]), ("keep_from(2)", [[0, 1, 2, 5], [2, 5]])],
+    [
+        ("compact()", [[0, 1, 2, 5]]),
+        pytest.param("archive(9)", [[0, 1, 2, 5]], marks=pytest.mark.full),
+        ("keep_from(2)", [[0, 1, 2, 5], [2, 5]]),
+    ],
 )
 def test_killed_before_any_durable_operation(tmp_path: Path, action: str, states: list[list[int]]) -> None:
     code = CRASHER.split("def write(root):")[0].replace('"unlink")', '"unlink", "rmdir")')

@@ -100,6 +100,25 @@ def test_a_damaged_footer(root: Path, data: st.DataObject) -> None:
     check(root, FILES[-1], bytes(bad))
 
 
+@pytest.fixture(scope="module")
+def archived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A dataset whose step is in the archive layout, and its part."""
+    path = tmp_path_factory.mktemp("archived")
+    commit(path, 0)
+    (pack,) = TraceDataset(path).archive(before=1)
+    return path, f"{pack}/part-00000.parquet"
+
+
+@settings(FUZZ, max_examples=60)
+@given(data=st.data())
+def test_flipped_and_missing_bytes_of_an_archive(archived: tuple[Path, str], data: st.DataObject) -> None:
+    root, part = archived
+    bad = bytearray((root / part).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    check(root, part, bytes(bad[: data.draw(st.integers(0, len(bad)))] if data.draw(st.booleans()) else bad))
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("../../etc/passwd"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["path", "rows", "x"]), inner),
@@ -143,7 +162,7 @@ from pathlib import Path
 import storage, pyarrow.parquet, pyarrow.dataset
 from storage import DatasetError, TraceDataset, verify_dataset
 root, outside = Path(sys.argv[1]), []
-name = root / "step-000000000/part-00000.parquet"
+(name,) = root.glob("*-*/part-00000.parquet")
 good = name.read_bytes()
 footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
 
@@ -175,8 +194,11 @@ print(outside)
 """
 
 
-def test_absurd_sizes_cost_no_memory_and_nothing_outside_is_opened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["rows", pytest.param("archive", marks=pytest.mark.full)])
+def test_absurd_sizes_cost_no_memory_and_nothing_outside_is_opened(tmp_path: Path, layout: str) -> None:
     commit(tmp_path, 0)
+    if layout == "archive":
+        TraceDataset(tmp_path).archive(before=1)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "MALLOC_ARENA_MAX": "1"}
     out = subprocess.check_output([sys.executable, "-c", LIMITED, str(tmp_path)], text=True, env=environment)
     assert out == "[]\n"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from storage import StepExistsError, TraceDataset, TraceWriter, clean_staging
@@ -97,6 +101,45 @@ def test_of_two_writers_that_race_for_a_step_exactly_one_wins(tmp_path: Path) ->
         assert len(results) == 2
         assert list(TraceDataset(tmp_path).iter(step)) == [make_trace(step, winner)]
     assert TraceDataset(tmp_path).verify() == []
+
+
+RACER = """
+import sys
+from storage import StepExistsError, TraceWriter
+from tests.storage.builders import SPEC, make_traces
+won = []
+with TraceWriter(sys.argv[1], SPEC) as writer:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for step in range(40):
+        try:
+            writer.write(make_traces(step), step=step)
+            writer.commit(step)
+            won.append(step)
+        except StepExistsError:
+            pass
+print(won)
+"""
+
+
+def test_two_processes_that_write_the_same_steps_commit_each_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RACER, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    assert [racer.stdout and racer.stdout.readline() for racer in racers] == ["ready\n"] * 2
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    one, other = (json.loads(racer.communicate(timeout=60)[0]) for racer in racers)
+    assert [racer.returncode for racer in racers] == [0, 0]
+    assert sorted(one + other) == list(range(40))
+    query = f"select count(*), count(distinct sample_id) from '{tmp_path}/*-*/*.parquet'"
+    assert duckdb.sql(query).fetchall() == [(200, 200)]
+    assert (TraceDataset(tmp_path).verify(), list((tmp_path / "_staging").iterdir())) == ([], [])
 
 
 def test_threads_share_a_writer(tmp_path: Path) -> None:
