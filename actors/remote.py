@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import (
@@ -21,6 +23,9 @@ DEAD = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
 LOST = (*DEAD, ObjectLostError)
 """That, or what it delivered went with its node or owner; the work may be given to another."""
+
+
+NO_CLUSTER = "Start Ray there (`ray start --head`), correct the address, or `unset RAY_ADDRESS` to use a local cluster"
 
 
 def fetch(ref: Any) -> Any:
@@ -40,13 +45,42 @@ def ensure_ray() -> None:
     """Connect to the cluster that RAY_ADDRESS names (a Ray job sets it), else start a local one; no-op when connected.
 
     The local cluster has no dashboard, which would listen on a port without authentication.
+
+    Raises:
+        ConnectionError: nothing answers at RAY_ADDRESS; the message says what to do next.
     """
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address="auto")
-    else:
+    if not (address := os.environ.get("RAY_ADDRESS")):
         ray.init(address="local", include_dashboard=False)
+        return
+    check_answers(address)
+    try:
+        ray.init(address="auto")
+    except ConnectionError as error:
+        raise ConnectionError(f"RAY_ADDRESS is {address!r}: {first_line(error)}. {NO_CLUSTER}") from error
+
+
+def check_answers(address: str, timeout_s: float = 5.0) -> None:
+    """Whether something listens at `host:port`, or `ray://host:port`: Ray itself tries for minutes before it ends.
+
+    Raises:
+        ConnectionError: nothing does, or the address is no cluster's; the message says what to do next.
+    """
+    if "://" not in address and ":" not in address:  # "auto", "local"
+        return
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    if parts.scheme not in ("", "ray"):
+        raise ConnectionError(
+            f"RAY_ADDRESS is {address!r}: that is the dashboard, which takes jobs (`ray job submit`); "
+            "a program that samples needs host:6379, or no RAY_ADDRESS at all"
+        )
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 0), timeout_s).close()
+    except (OSError, ValueError) as error:
+        raise ConnectionError(
+            f"RAY_ADDRESS is {address!r}, and nothing answers there: {error}. {NO_CLUSTER}"
+        ) from error
 
 
 def check_resources(num_actors: int, resources: Mapping[str, float]) -> None:

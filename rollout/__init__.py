@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 11):  # noqa: UP036 (for who runs a clone: pip would have refused)
+    raise ImportError(
+        f"moe-rollout needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}; next: "
+        "python3.11 -m venv .venv && . .venv/bin/activate && pip install ."
+    )
 
 if TYPE_CHECKING:
     from rollout.client import RolloutClient

@@ -105,9 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A user's error is one line on stderr."""
     options = build_parser().parse_args(arguments)
-    from rollout import commands
-
     try:
+        from rollout import commands
+
         return int(getattr(commands, options.command)(options))
     except BrokenPipeError:
         return 141
@@ -121,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and "pip install" not in str(error):
+        return f"{error}: the package is not installed with what it needs; next, in a clone: pip install ."
     from pydantic import ValidationError
 
     from rollout.sampling import readable

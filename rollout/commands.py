@@ -73,7 +73,7 @@ def read_prompts(source: str) -> list[Any]:
     """
     if source == "-":
         lines = sys.stdin.read().split("\n")
-    elif Path(source).is_file():
+    elif Path(source).exists() and not Path(source).is_dir():  # a pipe will do
         lines = Path(source).read_text(encoding="utf-8").split("\n")
     else:
         raise ValueError(f"prompts file {source!r} does not exist")

@@ -7,10 +7,11 @@ the event. Whatever touches the device runs inside `launch`, `run` or `call`.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
@@ -216,6 +217,15 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
     return None
 
 
+def _no_cuda(environ: Mapping[str, str]) -> str:
+    """Why torch has no GPU here, and what to do next."""
+    if not torch.version.cuda:
+        return "was built without CUDA; use device='cpu', or on a GPU machine: pip install --force-reinstall torch"
+    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "sees no GPU: CUDA_VISIBLE_DEVICES hides them; unset it, over Ray pass num_gpus=1, or use device='cpu'"
+    return "finds no GPU; use device='cpu', or look with `nvidia-smi` whether the driver sees one"
+
+
 def open_stream(device: str, num_threads: int) -> Stream:
     """The stream of a device: "cpu", "cuda" or "cuda:N".
 
@@ -228,8 +238,7 @@ def open_stream(device: str, num_threads: int) -> Stream:
     if kind == "cpu":
         return CpuStream(num_threads)
     if not torch.cuda.is_available():
-        reason = "finds no GPU" if torch.version.cuda else "was built without CUDA"
-        raise ValueError(f"device {device!r}: the installed torch {torch.__version__} {reason}; use device='cpu'")
+        raise ValueError(f"device {device!r}: the installed torch {torch.__version__} {_no_cuda(os.environ)}")
     count = torch.cuda.device_count()
     if index and int(index) >= count:
         raise ValueError(f"device {device!r} does not exist: this machine has {count}, the last is 'cuda:{count - 1}'")

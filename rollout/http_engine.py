@@ -6,7 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-import aiohttp
+try:
+    import aiohttp
+except ImportError as error:
+    raise ImportError("a running server needs aiohttp: pip install 'moe-rollout[vllm]' (or [sglang])") from error
 
 from rollout.engine_reply import EngineDeadError, EngineError
 
@@ -67,7 +70,8 @@ class HttpEngine:
         except aiohttp.ClientConnectorCertificateError as error:
             raise EngineError(f"{where}: the server's TLS certificate is not trusted: {error}") from error
         except aiohttp.ClientConnectorError as error:
-            raise _NotTakenError(f"{where}: cannot connect: {error}", EngineDeadError) from error
+            text = f"{where}: cannot connect: {error}; is the server up, and the url right?"
+            raise _NotTakenError(text, EngineDeadError) from error
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer within {self._timeout:g} s") from error
         except (aiohttp.ClientError, UnicodeDecodeError) as error:

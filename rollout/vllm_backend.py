@@ -8,7 +8,7 @@ from rollout.backend import SampleRequest
 from rollout.canary import sing
 from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
-from rollout.engine_reply import EngineError, EngineReply
+from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
 from rollout.engine_versions import CONDEMNED, check_version, version_number
 from rollout.http_engine import HttpEngine
 from rollout.served_engine import ServedBackend
@@ -38,7 +38,10 @@ class VllmHttp:
 
     async def open(self) -> int:
         """Check version, model and flags, then with small requests that routes of this model come back."""
-        number = str((await self._http.call("GET", "/version"))["version"])
+        try:
+            number = str((await self._http.call("GET", "/version"))["version"])
+        except EngineDeadError as error:
+            raise EngineDeadError(f"{error} Start it as: {START}") from error
         check_version("vLLM", number, MIN_VERSION)
         self.capabilities = self._capabilities(f"vLLM {number}")
         (served, *_) = (await self._http.call("GET", "/v1/models"))["data"]

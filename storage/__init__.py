@@ -1,5 +1,13 @@
 """Traces on disk and in Arrow. Needs numpy and pyarrow only: importing it loads neither torch nor ray."""
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (for who runs a clone: pip would have refused)
+    raise ImportError(
+        f"moe-rollout needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}; next: "
+        "python3.11 -m venv .venv && . .venv/bin/activate && pip install ."
+    )
+
 from storage.batch import ReplayBatch
 from storage.dataset import TraceDataset
 from storage.errors import (
