@@ -10,6 +10,7 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import polars
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -199,6 +200,20 @@ def test_a_pack_it_was_made_from_is_superseded(tmp_path: Path) -> None:
     assert sum("left by a compaction" in problem for problem in dataset.verify()) == len(dataset.verify()) == 3
     dataset.archive(before=2)
     assert [path.name for path in tmp_path.glob("pack-*")] == [new]
+
+
+def test_other_readers_of_a_dataset_that_is_archived_in_part(tmp_path: Path) -> None:
+    """They are never wrong in silence: what is not in a file is null when they ask for all files, or an error."""
+    commit(tmp_path, 0, 1, 2)
+    TraceDataset(tmp_path).archive(before=2)
+    files = f"{tmp_path}/*-*/*.parquet"
+    counted = "step, count(*), count(routed_experts), count(routed_experts_by_site)"
+    query = f"select {counted} from read_parquet('{files}', union_by_name=true) group by step order by step"
+    assert duckdb.sql(query).fetchall() == [(0, 5, 0, 5), (1, 5, 0, 5), (2, 5, 5, 0)]
+    rows = polars.scan_parquet(files, missing_columns="insert", extra_columns="ignore").select("sample_id", "step")
+    assert sorted(rows.collect()["step"].to_list()) == [0] * 5 + [1] * 5 + [2] * 5
+    with pytest.raises(duckdb.BinderException, match='"routed_experts" not found'):
+        duckdb.sql(f"select routed_experts from '{files}'").fetchall()
 
 
 def archived(root: Path) -> Path:

@@ -160,3 +160,41 @@ def test_a_helper_that_is_killed(tmp_path: Path, when: str) -> None:
     assert litter.name.startswith("000000000-")
     first.close()
     assert TraceDataset(tmp_path).verify() == []
+
+
+def test_the_order_of_durable_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def short(path: str) -> str:
+        names = {first_staging: "FIRST", helper_staging: "HELPER", str(tmp_path): "."}
+        return next(path.replace(long, name) for long, name in names.items() if path.startswith(long))
+
+    def fsync(descriptor: int) -> None:
+        seen.append("fsync " + short(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    def rename(source: object, target: object) -> None:
+        seen.append(f"rename {short(str(source))} {short(str(target))}")
+        real_rename(str(source), str(target))
+
+    with JointWriter(tmp_path, SPEC) as first, JointWriter(tmp_path, SPEC) as helper:
+        first.write(part(7, 0), step=7)
+        (first_staging,) = map(str, staged(tmp_path))
+        helper.write(part(7, 2), step=7)
+        (helper_staging,) = {str(path) for path in staged(tmp_path)} - {first_staging}
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "rename", rename)
+        first.take_over([hand_over(helper, 7)], step=7)
+        first.commit(7)
+    assert seen == [
+        "fsync HELPER/part-00000.staging",
+        "fsync FIRST/part-00000.staging",
+        "rename HELPER/part-00000.staging FIRST/part-00001.staging",
+        "fsync FIRST/_manifest.json",
+        "rename FIRST/part-00000.staging FIRST/part-00000.parquet",
+        "rename FIRST/part-00001.staging FIRST/part-00001.parquet",
+        "fsync FIRST",
+        "rename FIRST ./step-000000007",
+        "fsync .",
+    ]
