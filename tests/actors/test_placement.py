@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from actors.pool import ActorPool
 from tests.actors.fakes import FakeBackend, make_requests
 from tests.actors.waiting import eventually
 
+ROOT = Path(__file__).parents[2]
 NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0, "memory": 1e9}]
 
 
@@ -99,3 +105,19 @@ def test_a_group_gives_up_when_others_hold_what_it_needs() -> None:
         pool_of(1, dp_size=2, num_cpus=1, placement_seconds=1)
     other.close()
     assert eventually(lambda: not groups_in("CREATED") + groups_in("PENDING"))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("another", [True, False], ids=["another node", "no other node"])
+def test_a_group_whose_node_is_lost_moves_to_another_or_gives_up_in_time(another: bool) -> None:
+    command = [sys.executable, "-m", "tests.actors.lost_node", *(["--another"] if another else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    output = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=240
+    ).stdout
+    found = json.loads(next(line for line in output.splitlines() if line.startswith('{"samples"')))
+    if another:
+        assert found == {"samples": 20, "different": 20, "error": None}
+    else:
+        assert found["error"].startswith("RuntimeError: no node had 2 CPU free for a group of dp_size=2 within 10 s")
+        assert 0 < found["samples"] == found["different"] < 20
