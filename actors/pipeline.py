@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import logging
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from actors.config import ConfigError, PipelineConfig, load_config
+from actors.progress import Progress
 from actors.prompts import Prompt, prompts_of_step, read_prompts
 from storage.catalog import committed_steps
 from storage.dataset import TraceDataset
@@ -125,13 +125,13 @@ def _run_step(client: Any, config: PipelineConfig, step: int, prompts: Sequence[
         step=step,
         prompt_keys=[prompt.key for prompt in prompts],
     )
-    with contextlib.closing(stream), _progress(samples, f"step {step}") as bar:
+    with contextlib.closing(stream), Progress(samples, f"step {step}") as progress:
         for trace in stream:
             if trace.finish_reason == "error":
                 failed += 1
                 _report(trace, config)
             tokens += len(trace.completion_ids)
-            bar.update()
+            progress.update()
     seconds = time.monotonic() - started
     if failed == samples:
         logger.warning("step %d: every sample failed, so there is nothing to commit; a later run tries it again", step)
@@ -150,12 +150,6 @@ def _report(trace: Trace, config: PipelineConfig) -> None:
             'on_error = "skip" to commit steps without such samples'
         )
     logger.warning("%s; step %d goes on without it", what, trace.step)
-
-
-def _progress(total: int, label: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=label, unit="sample", disable=not sys.stderr.isatty(), leave=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
