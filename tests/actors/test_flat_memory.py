@@ -22,7 +22,9 @@ def plasma() -> float:
     """MiB of the object store that are in use."""
     from ray._private.internal_api import memory_summary
 
-    found = re.search(r"Plasma memory usage (\d+) MiB", memory_summary(stats_only=True))
+    found = re.search(
+        r"Plasma memory usage (\d+) MiB", memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    )
     assert found is not None
     return float(found[1])
 
