@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.engines import check_engine_options
+from storage.promises import Promises
 from storage.trace import RoutingSpec, Trace
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def fetch(refs: Sequence[Any], *, dp_rank: int, dp_size: int, sizes: Sequence[in
 def open_recorder(
     traces: str | Path,
     spec: RoutingSpec,
-    frozen_recompute: bool = True,
+    promises: Promises | None = None,
     run: Mapping[str, Any] | None = None,
     num_sinks: int = 1,
 ) -> RemoteRecorder:
@@ -95,4 +96,4 @@ def open_recorder(
     ensure_ray()
     root = str(traces)
     where = root if "://" in root else Path(root).resolve()
-    return RemoteRecorder(where, spec, frozen_recompute=frozen_recompute, run=run, num_sinks=num_sinks)
+    return RemoteRecorder(where, spec, promises=promises, run=run, num_sinks=num_sinks)

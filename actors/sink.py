@@ -20,6 +20,7 @@ from actors.remote import DEAD, fetch, first_line
 from rollout.backend import Finished
 from storage.joint_writer import JointWriter
 from storage.open_folder import Parts
+from storage.promises import Promises
 from storage.schema import set_rewards
 from storage.store import is_remote
 from storage.trace import RoutingSpec
@@ -40,10 +41,10 @@ class Sink:
         self,
         root: str,
         spec: RoutingSpec,
-        frozen_recompute: bool = True,
+        promises: Promises | None = None,
         run: Mapping[str, Any] | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {"frozen_recompute": frozen_recompute, "run": run}
+        self._options: dict[str, Any] = {"promises": promises, "run": run}
         self._root, self._spec = root, spec
         self._staged: set[int] = set()
 
@@ -128,7 +129,7 @@ class RemoteRecorder:
         root: str | Path,
         spec: RoutingSpec,
         outstanding_writes: int = OUTSTANDING_WRITES,
-        frozen_recompute: bool = True,
+        promises: Promises | None = None,
         run: Mapping[str, Any] | None = None,
         num_sinks: int = 1,
     ) -> None:
@@ -141,7 +142,7 @@ class RemoteRecorder:
         self._sent: Counter[int] = Counter()
         self._writes: defaultdict[int, list[Any]] = defaultdict(list)
         make = TraceSink.options(scheduling_strategy=_where(self._root))
-        self._sinks = [make.remote(self._root, spec, frozen_recompute, run) for _ in range(num_sinks)]
+        self._sinks = [make.remote(self._root, spec, promises, run) for _ in range(num_sinks)]
         self._ask(self._sinks, "open")
 
     def committed_steps(self) -> list[int]:

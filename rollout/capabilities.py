@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rollout.sampling import SamplingParams
 from rollout.update_modes import InFlight, KVMode
+from storage.promises import SlotOrder
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Capabilities:
     prompt_logprobs: bool = True
     prompt_only: bool = True
     frozen_recompute: bool = True
-    slot_order: Literal["transformers", "differs", "unmeasured"] = "transformers"
+    slot_order: SlotOrder = "transformers"
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, params: SamplingParams, name: str) -> None:

@@ -21,6 +21,7 @@ from rollout.start import ResumedCall
 from rollout.steps import StepLedger
 from rollout.threads import in_thread
 from rollout.update_modes import InFlight, KVMode
+from storage.promises import Promises
 from storage.trace import RoutingSpec, Trace
 
 
@@ -464,8 +465,9 @@ class RolloutClient:
             raise RuntimeError("this client is closed; make a new one")
 
 
-def _dataset_facts(backend: Backend) -> tuple[RoutingSpec, bool]:
-    return backend.info.spec, backend.info.capabilities.frozen_recompute
+def _dataset_facts(backend: Backend) -> tuple[RoutingSpec, Promises]:
+    able = backend.info.capabilities
+    return backend.info.spec, Promises(able.frozen_recompute, able.slot_order)
 
 
 def _check_run(run: str) -> None:

@@ -49,6 +49,8 @@ def _lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "in the files", f"{figures['bytes'] / 1e6:,.2f} MB, {each} bytes per token with everything"
     if not figures["frozen_recompute"]:
         yield "frozen_recompute", "false: routes of recomputed rows are not those of sampling time"
+    if figures["slot_order"] != "transformers":
+        yield "slot_order", f"{figures['slot_order']}: the ids of a row may come in another order than transformers'"
 
 
 def _moments(figures: dict[str, Any] | None, form: str) -> str:

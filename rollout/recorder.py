@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.backend import Finished
+from storage.promises import Promises
 from storage.trace import RoutingSpec, Trace
 from storage.writer import TraceWriter
 
@@ -29,10 +30,10 @@ class LocalRecorder:
         self,
         root: str | Path,
         spec: RoutingSpec,
-        frozen_recompute: bool = True,
+        promises: Promises | None = None,
         run: Mapping[str, Any] | None = None,
     ) -> None:
-        self._writer = TraceWriter(root, spec, frozen_recompute=frozen_recompute, run=run)
+        self._writer = TraceWriter(root, spec, promises=promises, run=run)
         self._pending: dict[int, list[Trace]] = {}
         self._staged: set[int] = set()
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from storage.manifest import UNREADABLE
+from storage.promises import Promises
 from storage.redact import without_secrets
 from storage.schema import FORMAT_VERSION, check_version
 from storage.store import Store
@@ -52,6 +53,7 @@ version {version}; `run.json` says with which configuration and which versions.
 | chosen per token | {top_k} |
 | bytes per token | {row_bytes} ({dtype}) |
 | routes survive recomputation | {frozen} |
+| order of a row's ids | {slot_order} |
 
 ```python
 from datasets import load_dataset
@@ -67,17 +69,18 @@ own and need it; the others are `load_dataset("parquet", data_files="PATH-OF-THI
 """
 
 
-def write_card(store: Store, spec: RoutingSpec, frozen_recompute: bool, run: Mapping[str, Any] | None) -> None:
+def write_card(store: Store, spec: RoutingSpec, promises: Promises, run: Mapping[str, Any] | None) -> None:
     """Make both files; one that is there already stays."""
-    for name, text in ((CARD_FILE, card(spec, frozen_recompute)), (RUN_FILE, run_json(run))):
+    for name, text in ((CARD_FILE, card(spec, promises)), (RUN_FILE, run_json(run))):
         try:
             store.create(name, text.encode())
         except FileExistsError:
             logger.info("%s is there already and stays as it is", store.url(name))
 
 
-def card(spec: RoutingSpec, frozen_recompute: bool = True) -> str:
+def card(spec: RoutingSpec, promises: Promises | None = None) -> str:
     """The text of README.md."""
+    promises = promises or Promises()
     experts = sorted({site.num_experts for site in spec.sites})
     return _CARD.format(
         version=FORMAT_VERSION,
@@ -86,7 +89,8 @@ def card(spec: RoutingSpec, frozen_recompute: bool = True) -> str:
         top_k=spec.top_k,
         row_bytes=spec.row_bytes,
         dtype=spec.dtype.name,
-        frozen="yes" if frozen_recompute else "no",
+        frozen="yes" if promises.frozen_recompute else "no",
+        slot_order=promises.slot_order,
     )
 
 

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 from storage.annotations import Annotations, write_annotation
 from storage.catalog import Catalog, Place
 from storage.compact import archive, compact, remove_superseded
-from storage.manifest import read_frozen_recompute, read_spec
+from storage.manifest import read_promises, read_spec
+from storage.promises import SlotOrder
 from storage.retention import keep_from
 from storage.scan import Row, Sources, iter_batches, iter_traces, read_rows, read_sample
 from storage.schema import COLUMNS, from_table, trace_schema
@@ -53,7 +54,7 @@ class TraceDataset:
         self.root: Any = str(root) if is_remote(root) else local_path(root)
         store = open_store(root)
         self._spec = read_spec(store)
-        self._frozen_recompute = read_frozen_recompute(store)
+        self._promises = read_promises(store)
         self._sources = Sources(store, self._spec, Catalog(store), Annotations(store))
 
     def refresh(self) -> None:
@@ -64,7 +65,14 @@ class TraceDataset:
     @property
     def frozen_recompute(self) -> bool:
         """False when an engine wrote here that recomputes sequences without keeping their routes of sampling time."""
-        return self._frozen_recompute
+        return self._promises.frozen_recompute
+
+    @property
+    def slot_order(self) -> SlotOrder:
+        """ "transformers" when the ids of every row come in the order of transformers' router. "differs" when an engine
+        wrote here that returns them in another order for some models; "unmeasured" when nobody compared it. Replay and
+        counts do not depend on it; `gate_weights` are in the order of the ids."""
+        return self._promises.slot_order
 
     @property
     def spec(self) -> RoutingSpec:

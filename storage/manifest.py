@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage.archive import ARCHIVE
 from storage.errors import DamagedDataError, FormatVersionError, MissingDataError
+from storage.promises import Promises
 from storage.schema import FORMAT_VERSION, check_version
 from storage.trace import RoutingSpec
 
@@ -180,16 +181,22 @@ def read_manifest(store: Store, folder: str) -> Manifest:
     return manifest
 
 
-def dataset_json(spec: RoutingSpec, frozen_recompute: bool = True) -> str:
-    """The text of `_dataset.json`; `frozen_recompute` is written when it is false."""
+def dataset_json(spec: RoutingSpec, promises: Promises | None = None) -> str:
+    """The text of `_dataset.json`; of the promises only what is weaker than the defaults."""
     head = {"format_version": FORMAT_VERSION, "routing_spec": json.loads(spec.to_json())}
-    return json.dumps(head if frozen_recompute else head | {"frozen_recompute": False}, indent=1)
+    return json.dumps(head | (promises or Promises()).fields(), indent=1)
 
 
-def read_frozen_recompute(store: Store) -> bool:
-    """Whether every engine that wrote the dataset kept the routes of sampling time when it recomputed; `read_spec` has
-    checked the file."""
-    return json.loads(store.read(DATASET_FILE)).get("frozen_recompute", True) is not False
+def read_promises(store: Store) -> Promises:
+    """What every engine that wrote the dataset promised about its routes.
+
+    Raises:
+        DamagedDataError: when `_dataset.json` cannot be read.
+    """
+    try:
+        return Promises.read(json.loads(store.read(DATASET_FILE)))
+    except UNREADABLE as error:
+        raise DamagedDataError(f"{store.url(DATASET_FILE)}: {type(error).__name__}: {error}") from error
 
 
 def read_spec(store: Store) -> RoutingSpec:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from storage.durable import fsync_directory, write_durably
 from storage.manifest import DATASET_FILE, dataset_json
+from storage.promises import Promises
 from storage.trace import RoutingSpec
 
 logger = logging.getLogger(__name__)
@@ -56,14 +57,14 @@ class StagingDirectory:
             os.close(lock)
 
 
-def create_dataset(root: Path, spec: RoutingSpec, frozen_recompute: bool = True) -> bool:
+def create_dataset(root: Path, spec: RoutingSpec, promises: Promises | None = None) -> bool:
     """Make `root` a dataset of `spec`; False when it is one already. Of several racing writers one creates it."""
     (root / _STAGING).mkdir(parents=True, exist_ok=True)
     with staging_lock(root):
         if (root / DATASET_FILE).exists():
             return False
         temporary, created = new_entry(root, "dataset"), False
-        write_durably(temporary, dataset_json(spec, frozen_recompute))
+        write_durably(temporary, dataset_json(spec, promises))
         with suppress(FileExistsError):  # a writer on another host was faster
             os.link(temporary, root / DATASET_FILE)
             created = True

@@ -48,6 +48,7 @@ def summarise(dataset: TraceDataset, step: Steps = None, *, slowest: int = SLOWE
     return {
         "dataset": str(dataset.root),
         "frozen_recompute": dataset.frozen_recompute,
+        "slot_order": dataset.slot_order,
         **tally.figures(),
         "bytes": size,
         "bytes_per_token": None if size is None or not tally.tokens else size / tally.tokens,

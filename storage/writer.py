@@ -20,9 +20,10 @@ from storage.card import write_card
 from storage.catalog import Catalog
 from storage.committed import CommittedSamples
 from storage.errors import DuplicateSampleError, SpecMismatchError, StepExistsError
-from storage.manifest import DATASET_FILE, MANIFEST_FILE, dataset_json, read_frozen_recompute, read_spec, step_folder
+from storage.manifest import DATASET_FILE, MANIFEST_FILE, dataset_json, read_promises, read_spec, step_folder
 from storage.open_folder import OpenFolder, new_place
 from storage.part import ROW_GROUP_SAMPLES, Compression
+from storage.promises import Promises
 from storage.schema import check_same_spec, conform, spec_of, table_problems, to_table
 from storage.staging import check_writable, clean_staging, create_dataset, staging_lock
 from storage.store import LocalStore, Root, Store, is_remote, local_path, open_store
@@ -47,8 +48,8 @@ class TraceWriter:
     without secrets; see storage/card.py.
 
     Raises:
-        SpecMismatchError: when the dataset holds traces of another model, or promises `frozen_recompute` and this
-            writer does not.
+        SpecMismatchError: when the dataset holds traces of another model, or promises more about its routes
+            than this writer.
         FormatVersionError: when another release wrote the dataset.
     """
 
@@ -58,7 +59,7 @@ class TraceWriter:
         spec: RoutingSpec,
         *,
         max_part_bytes: int = 256 << 20,
-        frozen_recompute: bool = True,
+        promises: Promises | None = None,
         compression: Compression = "zstd",
         run: Mapping[str, Any] | None = None,
     ) -> None:
@@ -67,13 +68,11 @@ class TraceWriter:
         self.root: Any = str(root) if is_remote(root) else local_path(root)
         self.spec, self.max_part_bytes, self._compression = spec, max_part_bytes, compression
         self._store = open_store(root)
-        _prepare(self._store, spec, frozen_recompute, run)
+        promises = promises or Promises()
+        _prepare(self._store, spec, promises, run)
         check_same_spec(spec, read_spec(self._store), f"the dataset {self.root}")
-        if not frozen_recompute and read_frozen_recompute(self._store):
-            raise SpecMismatchError(
-                f"the dataset {self.root} promises routes that survive recomputation (frozen_recompute), and this "
-                "engine cannot keep that; write to another dataset"
-            )
+        if broken := read_promises(self._store).broken_by(promises):
+            raise SpecMismatchError(f"the dataset {self.root} {broken}; write to another dataset")
         if isinstance(self._store, LocalStore):
             clean_staging(self.root)
         self._catalog = Catalog(self._store)
@@ -237,15 +236,15 @@ class TraceWriter:
             raise OSError(error.errno, text, error.filename or str(self.root)) from error
 
 
-def _prepare(store: Store, spec: RoutingSpec, frozen_recompute: bool, run: Mapping[str, Any] | None) -> None:
+def _prepare(store: Store, spec: RoutingSpec, promises: Promises, run: Mapping[str, Any] | None) -> None:
     """Make it a dataset of `spec` unless it is one already; of several racers one does, and adds the card."""
     if isinstance(store, LocalStore):
-        created = create_dataset(store.root, spec, frozen_recompute)
+        created = create_dataset(store.root, spec, promises)
         check_writable(store.root)
     else:
         created = False
         with suppress(FileExistsError):
-            store.create(DATASET_FILE, dataset_json(spec, frozen_recompute).encode())
+            store.create(DATASET_FILE, dataset_json(spec, promises).encode())
             created = True
     if created:
-        write_card(store, spec, frozen_recompute, run)
+        write_card(store, spec, promises, run)

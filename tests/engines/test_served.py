@@ -47,6 +47,7 @@ def test_traces_hold_what_the_server_drew_and_the_dataset_verifies(connect, serv
     dataset = TraceDataset(tmp_path / "traces")
     assert dataset.verify() == []
     assert not dataset.frozen_recompute
+    assert dataset.slot_order == ("unmeasured" if isinstance(server, FakeSglang) else "differs")
     assert all(dataset[trace.sample_id] == trace for trace in traces)
 
 
