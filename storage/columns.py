@@ -60,6 +60,7 @@ _REQUIRED_LISTS = ("prompt_ids", "completion_ids", "logprobs", "raw_logprobs", "
 CHECKSUMMED = (*_REQUIRED_LISTS, *OPTIONAL_LOGPROBS, "gate_weights")
 OPTIONAL = (*OPTIONAL_LOGPROBS, "gate_weights", "model", "seconds")
 NUMPY_LISTS = (*CHECKSUMMED, "route_valid")
+SCHEMA = pa.schema(FIELDS)
 COLUMNS = tuple(field.name for field in FIELDS)
 
 

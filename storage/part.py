@@ -27,6 +27,7 @@ class PartWriter:
         self.sample_ids: list[str] = []
         self._file = file
         self._pending = schema.empty_table()
+        self._pending_bytes = 0
         self._parquet = pq.ParquetWriter(
             self._file,
             schema,
@@ -46,6 +47,7 @@ class PartWriter:
         """Append samples; full row groups go to disk."""
         self.sample_ids += table.column("sample_id").to_pylist()
         self._pending = pa.concat_tables([self._pending, table])
+        self._pending_bytes += table.nbytes
         while len(self._pending) >= (rows := self._row_group_rows()):
             self._write_row_group(rows)
 
@@ -66,12 +68,13 @@ class PartWriter:
         return PartFile(name, self._file.tell(), self._file.sha256, len(self.sample_ids), self.sample_ids)
 
     def _row_group_rows(self) -> int:
-        per_sample = max(1, self._pending.nbytes // max(1, len(self._pending)))
+        per_sample = max(1, self._pending_bytes // max(1, len(self._pending)))
         return max(1, min(ROW_GROUP_SAMPLES, ROW_GROUP_BYTES // per_sample))
 
     def _write_row_group(self, rows: int) -> None:
-        self._parquet.write_table(self._pending.slice(0, rows), row_group_size=rows)
+        self._parquet.write_table(self._pending.slice(0, rows).combine_chunks(), row_group_size=rows)
         self._pending = self._pending.slice(rows)
+        self._pending_bytes = self._pending.nbytes if len(self._pending) else 0
 
 
 class DigestFile:

@@ -24,6 +24,7 @@ from storage.columns import (
     NUMPY_LISTS,
     OPTIONAL,
     PER_TOKEN,
+    SCHEMA,
     SPEC_KEY,
     VERSION_KEY,
     check_same_spec,
@@ -122,9 +123,12 @@ def from_table(table: pa.Table, *, check_crc: bool = False) -> list[Trace]:
     return [_trace(row, check_crc) for batch in table.to_batches() for row in _rows(batch, spec)]
 
 
-def table_problems(table: pa.Table) -> list[str]:
-    """One text for each row with a wrong crc32, ids out of range, or values that contradict each other."""
-    spec, table = spec_of(table.schema), conform(table)
+def table_problems(table: pa.Table, spec: RoutingSpec | None = None) -> list[str]:
+    """One text for each row with a wrong crc32, ids out of range, or values that contradict each other.
+
+    `spec` is the table's, for a caller that knows it already.
+    """
+    spec, table = spec or spec_of(table.schema), conform(table)
     found = (_row_problem(row, spec) for batch in table.to_batches() for row in _rows(batch, spec))
     return [problem for problem in found if problem]
 
@@ -144,15 +148,16 @@ def conform(table: pa.Table) -> pa.Table:
 
     Optional columns that a table written before they existed does not have are null.
     """
+    if table.schema.equals(SCHEMA):
+        return table
     for name in OPTIONAL:
         if name not in table.column_names:
             field = next(field for field in FIELDS if field.name == name)
             table = table.append_column(field, pa.nulls(len(table), field.type))
-    missing = [name for name in COLUMNS if name not in table.column_names]
+    missing = set(COLUMNS) - set(table.column_names)
     if missing:
-        raise ValueError(f"a trace needs every column, this table has no {missing}")
-    schema = pa.schema(FIELDS, metadata=table.schema.metadata)
-    return table if table.schema.equals(schema) else table.select(COLUMNS).cast(schema)
+        raise ValueError(f"a trace needs every column, this table has no {sorted(missing)}")
+    return table.select(COLUMNS).cast(SCHEMA.with_metadata(table.schema.metadata))
 
 
 def _rows(batch: pa.RecordBatch, spec: RoutingSpec) -> Iterator[dict[str, Any]]:

@@ -184,7 +184,7 @@ class TraceWriter:
             starts = range(0, len(traces), ROW_GROUP_SAMPLES)
             return [to_table(traces[start : start + ROW_GROUP_SAMPLES], self.spec) for start in starts]
         check_same_spec(spec_of(traces.schema), self.spec, f"the dataset {self.root}")
-        if problems := table_problems(traces):
+        if problems := table_problems(traces, self.spec):
             raise ValueError("; ".join(problems[:3]))
         return [conform(traces)]
 
