@@ -154,9 +154,10 @@ def conform(table: pa.Table) -> pa.Table:
         if name not in table.column_names:
             field = next(field for field in FIELDS if field.name == name)
             table = table.append_column(field, pa.nulls(len(table), field.type))
-    missing = set(COLUMNS) - set(table.column_names)
+    present = set(table.column_names)
+    missing = [name for name in COLUMNS if name not in present]
     if missing:
-        raise ValueError(f"a trace needs every column, this table has no {sorted(missing)}")
+        raise ValueError(f"a trace needs every column, this table has no {missing}")
     return table.select(COLUMNS).cast(SCHEMA.with_metadata(table.schema.metadata))
 
 
