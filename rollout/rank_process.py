@@ -8,7 +8,6 @@ The other end is rollout/rank_link.py. The first message is a `RankStart`, the o
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -163,10 +162,13 @@ def serve(receive: Callable[[], Any], send: Send, leave: Callable[[], None]) -> 
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def listen() -> None:
-        with contextlib.suppress(EOFError):
+        try:
             while True:
                 commands.put(receive())
-        leave()
+        except (EOFError, OSError) as error:  # the latter when it died before it had read what was sent
+            logger.debug("nobody gives commands any more: %r", error)
+        finally:
+            leave()
 
     threading.Thread(target=listen, name="moe-rollout-listen", daemon=True).start()
     try:
