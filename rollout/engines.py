@@ -12,14 +12,12 @@ OWN = "moe-rollout"
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """ValueError for an unknown engine, or an unknown option of our own; vLLM checks its own when it starts."""
+    """ValueError for an unknown engine, or an unknown option of our own; the others check theirs when they start."""
     backend = options.get("backend", OWN)
     if backend == OWN:
         EngineOptions(**{name: value for name, value in options.items() if name != "backend"})
-    elif backend == "sglang":
-        raise ValueError("backend='sglang' runs as a server: start it and use RolloutClient.connect(url, ...)")
-    elif backend != "vllm":
-        raise ValueError(f"backend is {backend!r}, need {OWN!r}, 'vllm' or, with RolloutClient.connect, 'sglang'")
+    elif backend not in ("vllm", "sglang"):
+        raise ValueError(f"backend is {backend!r}, need {OWN!r}, 'vllm' or 'sglang'")
 
 
 def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
@@ -29,7 +27,8 @@ def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
     38
 
     Args:
-        backend: "moe-rollout" or "vllm"; `options` are EngineOptions or vLLM's EngineArgs.
+        backend: "moe-rollout", "vllm" or "sglang"; `options` are EngineOptions, vLLM's EngineArgs or
+            SGLang's ServerArgs.
 
     Raises:
         ValueError, FileNotFoundError: the options or the model cannot be used.
@@ -40,6 +39,10 @@ def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
         from rollout.vllm_in_process import start_vllm
 
         return start_vllm(model, **options)
+    if backend == "sglang":
+        from rollout.sglang_engine import start_sglang
+
+        return start_sglang(model, **options)
     if options.get("dp_size", 1) > 1:
         from rollout.group_backend import GroupBackend
 

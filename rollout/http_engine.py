@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from typing import Any
 
 try:
@@ -25,16 +26,26 @@ class HttpEngine:
     >>> http = HttpEngine("http://gpu-node:30000", api_key="k", connections=512, timeout=600)
     >>> await http.call("GET", "/health")
 
-    TLS certificates are verified. Nothing that reached the server is sent twice, except GET: a connection that could
+    TLS certificates are verified, by the authority in the PEM file `ca_file` when it is given.
+    Nothing that reached the server is sent twice, except GET: a connection that could
     not be made, and a server that says it is full (503), are tried again, `attempts` times in all.
     """
 
-    def __init__(self, url: str, api_key: str | None, connections: int, timeout: float, attempts: int = 4) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        connections: int,
+        timeout: float,
+        attempts: int = 4,
+        ca_file: str | None = None,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url is {url!r}, need http://host:port or https://host:port")
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connections, self._timeout, self._attempts = connections, timeout, attempts
+        self._tls = ssl.create_default_context(cafile=ca_file)
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -68,7 +79,9 @@ class HttpEngine:
             async with self._open().request(method, self.url + path, json=body, headers=headers) as reply:
                 text = await reply.text()
         except aiohttp.ClientConnectorCertificateError as error:
-            raise EngineError(f"{where}: the server's TLS certificate is not trusted: {error}") from error
+            raise EngineError(
+                f"{where}: the server's TLS certificate is not trusted: {error}; pass its CA as ca_file="
+            ) from error
         except aiohttp.ClientConnectorError as error:
             text = f"{where}: cannot connect: {error}; is the server up, and the url right?"
             raise _NotTakenError(text, EngineDeadError) from error
@@ -91,7 +104,9 @@ class HttpEngine:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self._timeout, connect=None, sock_connect=10),
-                connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_SECONDS),
+                connector=aiohttp.TCPConnector(
+                    limit=self._connections, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls
+                ),
             )
         return self._session
 

@@ -13,10 +13,9 @@ from rollout.engine_reply import EngineError, EngineReply
 from rollout.engine_versions import CONDEMNED, check_version, version_number
 from rollout.http_engine import HttpEngine
 from rollout.served_engine import Retractions, ServedBackend
-from rollout.sglang_wire import sglang_capabilities, sglang_payload, sglang_reply
+from rollout.sglang_wire import MIN_VERSION, sglang_capabilities, sglang_payload, sglang_reply
 
 logger = logging.getLogger(__name__)
-MIN_VERSION = (0, 5)
 
 
 class SglangHttp:
@@ -120,6 +119,7 @@ def connect_sglang(
     model: str | None = None,
     *,
     api_key: str | None = None,
+    ca_file: str | None = None,
     admin_api_key: str | None = None,
     timeout: float = 600.0,
     max_running_requests: int = 512,
@@ -130,6 +130,7 @@ def connect_sglang(
 
     Args:
         model: where its config and tokenizer are; needed, since a server's own path may be another machine's.
+        ca_file: PEM file of the authority that signed the server's certificate, when the system does not know it.
         timeout: seconds for one answer.
 
     Raises:
@@ -137,6 +138,6 @@ def connect_sglang(
     """
     if model is None:
         raise ValueError("model is missing: the checkpoint directory or hub id that the server serves")
-    http = HttpEngine(url, api_key, max_running_requests + 8, timeout)
+    http = HttpEngine(url, api_key, max_running_requests + 8, timeout, ca_file=ca_file)
     adapter = SglangHttp(http, describe_model(model, trust_remote_code), admin_api_key)
     return ServedBackend(adapter, max_running_requests=max_running_requests, retractions=retractions)

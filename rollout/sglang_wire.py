@@ -18,6 +18,7 @@ from rollout.engine_reply import EngineReply
 from rollout.engine_versions import version_number
 from rollout.rng import stream_key
 
+MIN_VERSION = (0, 5)
 CAPTURE_FLAG = "--enable-return-routed-experts"
 UNFILTERED = "its logprobs are those before this filter, not of the distribution sampled from"
 UNMEASURED = "its meaning there differs or was never compared with this engine's"

@@ -111,6 +111,7 @@ def connect_vllm(
     model: str | None = None,
     *,
     api_key: str | None = None,
+    ca_file: str | None = None,
     api: Literal["generate", "completions"] = "generate",
     timeout: float = 600.0,
     max_running_requests: int = 512,
@@ -120,6 +121,7 @@ def connect_vllm(
 
     Args:
         model: where its config and tokenizer are; needed, since a server's own path may be another machine's.
+        ca_file: PEM file of the authority that signed the server's certificate, when the system does not know it.
         timeout: seconds for one answer.
 
     Raises:
@@ -129,6 +131,6 @@ def connect_vllm(
         raise ValueError(f"api is {api!r}, need 'generate' or 'completions'")
     if model is None:
         raise ValueError("model is missing: the checkpoint directory or hub id that the server serves")
-    http = HttpEngine(url, api_key, max_running_requests + 8, timeout)
+    http = HttpEngine(url, api_key, max_running_requests + 8, timeout, ca_file=ca_file)
     adapter = VllmHttp(http, describe_model(model, trust_remote_code), api)
     return ServedBackend(adapter, max_running_requests=max_running_requests)

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import io
 import json
+import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -48,8 +49,13 @@ class FakeServer:
         peak: the most requests that generated at once.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int] = (2, 2, 8, 96), key: str | None = None) -> None:
-        self.shape, self.key = shape, key
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int] = (2, 2, 8, 96),
+        key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.shape, self.key, self.tls = shape, key, tls
         self.spoil: Callable[[list[int], Any], Any] = lambda prompt, body: body
         self.hold = self.drifts = self.refuse_flush = self.fail_update = False
         self.seen: list[tuple[str, Any, Any]] = []
@@ -62,7 +68,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -75,7 +81,7 @@ class FakeServer:
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -134,6 +140,19 @@ class FakeServer:
                 event.set()
 
 
+def sglang_body(drawn: Drawn, finish: str, rid: str, version: str) -> dict[str, Any]:
+    """What SGLang answers, its server and its offline engine alike."""
+    meta = {
+        "id": rid,
+        "finish_reason": {"type": finish, "length": len(drawn.ids)},
+        "weight_version": version,
+        "num_retractions": 0,
+        "output_token_logprobs": [[float(p), t, None] for p, t in zip(drawn.logprobs, drawn.ids, strict=True)],
+        "routed_experts": base64.b64encode(drawn.routes.astype("<i4").tobytes()).decode(),
+    }
+    return {"text": "", "output_ids": drawn.ids, "meta_info": meta}
+
+
 class FakeSglang(FakeServer):
     def routes(self) -> dict[str, Any]:
         return {
@@ -152,15 +171,7 @@ class FakeSglang(FakeServer):
         sampling = body["sampling_params"]
         prompt, rid = body["input_ids"], body["rid"]
         drawn, finish = await self.draw(prompt, sampling["max_new_tokens"], sampling["sampling_seed"], rid)
-        meta = {
-            "id": rid,
-            "finish_reason": {"type": finish, "length": len(drawn.ids)},
-            "weight_version": self.version,
-            "num_retractions": 0,
-            "output_token_logprobs": [[float(p), t, None] for p, t in zip(drawn.logprobs, drawn.ids, strict=True)],
-            "routed_experts": base64.b64encode(drawn.routes.astype("<i4").tobytes()).decode(),
-        }
-        return self.spoil(prompt, {"text": "", "output_ids": drawn.ids, "meta_info": meta})
+        return self.spoil(prompt, sglang_body(drawn, finish, rid, self.version))
 
     def set_version(self, body: Any, _: Any) -> Any:
         self.version = body["new_version"]

@@ -15,8 +15,9 @@ def test_an_unknown_engine_is_named():
         RolloutClient.connect("http://x:1", backend="tgi", model=MODEL_PATH)
 
 
-def test_sglang_in_process_points_to_its_server():
-    with pytest.raises(ValueError, match=r"start it and use RolloutClient\.connect"):
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_sglang_that_is_not_installed_says_how_to_get_it_and_points_to_its_server():
+    with pytest.raises(ImportError, match=r"pip install sglang on a GPU machine; or start its server .*connect"):
         RolloutClient.local(MODEL_PATH, backend="sglang")
 
 

@@ -1,0 +1,184 @@
+"""SGLang's offline Engine, which needs a GPU: a module with the calls of SGLang 0.5.23 that are used stands for it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from rollout import RolloutClient, SamplingParams
+from rollout.engine_reply import EngineDeadError
+from rollout.rng import stream_key
+from storage import TraceDataset
+from tests.engines.fakes import Drawn, sglang_body
+
+PARAMS = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+SHAPE = (2, 2, 8, 96)
+
+
+class TokenizerManager:
+    """The coroutines of SGLang's that an update and an abort use; all on the loop of the requests."""
+
+    context_len = 200
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        assert rid
+        assert not abort_all
+        self._engine.aborted.add(rid)
+
+    async def update_weights_from_disk(self, obj: Any, request: Any) -> tuple[bool, str, int]:
+        assert asyncio.get_running_loop() is self._engine.loop
+        if self._engine.refuse:
+            return False, "shape mismatch", 0
+        assert obj.flush_cache
+        (file,) = Path(obj.model_path).glob("*.safetensors")
+        with safe_open(file, "numpy") as tensors:
+            self._engine.weights = str(float(tensors.get_tensor("model.norm.weight")[0]))
+        self._engine.version = obj.weight_version
+        return True, "Succeeded to update model weights.", 0
+
+
+class Engine:
+    """`sglang.Engine`. `made` are those that were started, with the arguments of each."""
+
+    made: list[Engine]
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs, self.weights, self.version, self.loop = kwargs, "1.0", "default", None
+        self.refuse = self.dead = self.down = self.hold = False
+        self.aborted: set[str] = set()
+        self.tokenizer_manager = TokenizerManager(self)
+        self.made.append(self)
+
+    async def async_generate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        return_logprob: Any = False,
+        logprob_start_len: Any = None,
+        return_routed_experts: bool = False,
+        routed_experts_start_len: int = 0,
+        stream: bool = False,
+        rid: Any = None,
+    ) -> Any:
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert return_logprob
+        assert return_routed_experts
+        assert not stream
+        await asyncio.sleep(0)
+        if self.dead:
+            raise RuntimeError("the scheduler died")
+        count, finish = sampling_params["max_new_tokens"], "length"
+        while self.hold and rid not in self.aborted:
+            await asyncio.sleep(0.005)
+        if rid in self.aborted:
+            count, finish = 3, "abort"
+        drawn = Drawn(input_ids, count, sampling_params["sampling_seed"], self.weights, SHAPE)
+        return sglang_body(drawn, finish, rid, self.version)
+
+    def shutdown(self) -> None:
+        self.down = True
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
+    names = ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct")
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    Engine.made = []
+    vars(modules["sglang"]).update(__version__="0.5.23", Engine=Engine)
+    vars(modules["sglang.srt.managers.io_struct"]).update(UpdateWeightFromDiskReqInput=SimpleNamespace)
+    return Engine
+
+
+@pytest.fixture
+def client(sglang: type[Engine], model: Path, tmp_path: Path) -> Iterator[RolloutClient]:
+    with RolloutClient.local(model, backend="sglang", traces=tmp_path / "traces", dtype="float32") as client:
+        yield client
+    assert all(engine.down for engine in sglang.made)
+
+
+def assert_drawn(traces: list, weights: str, version: int) -> None:
+    for trace in traces:
+        seed = stream_key(3, trace.sample_id) & (2**31 - 1)
+        drawn = Drawn(trace.prompt_ids, 4, seed, weights, SHAPE)
+        assert trace.error is None
+        assert trace.completion_ids == drawn.ids
+        assert trace.routed_experts.tolist() == drawn.routes.tolist()
+        assert trace.weight_version == version
+
+
+def test_it_is_started_with_capture_and_its_traces_are_those_of_the_contract(client, sglang, model, tmp_path):
+    assert [engine.kwargs for engine in sglang.made] == [
+        {
+            "model_path": str(model),
+            "enable_return_routed_experts": True,
+            "skip_tokenizer_init": True,
+            "trust_remote_code": False,
+            "dtype": "float32",
+        }
+    ]
+    assert client.info.max_sequence_tokens == 200
+    traces = client.sample([[5, 7, 9], [6, 7]], num_samples=2, sampling_params=PARAMS)
+    assert_drawn(traces, "1.0", 0)
+    dataset = TraceDataset(tmp_path / "traces")
+    assert (dataset.verify(), dataset.frozen_recompute, dataset.slot_order) == ([], False, "unmeasured")
+    assert len(dataset) == 4
+
+
+def test_state_dicts_and_directories_reach_its_schedulers(client, sglang, model, tmp_path):
+    other = AutoModelForCausalLM.from_pretrained(model)
+    other.model.norm.weight.data[0] = 2.0
+    client.update_weights(other.state_dict(), version=1)
+    assert_drawn(client.sample([[5, 7]], sampling_params=PARAMS), "2.0", 1)
+    other.model.norm.weight.data[0] = 3.0
+    other.save_pretrained(tmp_path / "other")
+    client.update_weights(tmp_path / "other", version=2)
+    assert_drawn(client.sample([[5, 7]], sampling_params=PARAMS), "3.0", 2)
+
+
+def test_after_a_refused_update_or_a_crash_another_engine_is_started(client, sglang, model):
+    sglang.made[0].refuse = True
+    with pytest.raises(EngineDeadError, match=r"did not load .*: shape mismatch; it is started again"):
+        client.update_weights(model, version=1)
+    assert_drawn(client.sample([[5, 7]], sampling_params=PARAMS), "1.0", 0)
+    assert [engine.down for engine in sglang.made] == [True, False]
+    sglang.made[1].dead = True
+    (failed,) = client.sample([[5, 7]], sampling_params=PARAMS)
+    assert "SGLang's engine failed: RuntimeError: the scheduler died" in failed.error
+    assert_drawn(client.sample([[5, 7]], sampling_params=PARAMS), "1.0", 0)
+    assert [engine.down for engine in sglang.made] == [True, True, False]
+
+
+def test_an_abort_ends_requests_with_the_rows_they_have(client, sglang):
+    sglang.made[0].hold = True
+    requests = client._requests.check([[5, 7, 9]] * 3, 1, PARAMS).requests(0, 0)
+    stream = client.backend.stream(requests)
+    client.backend.start(requests[0], stream._outbox)
+    while not client.backend._running:
+        pass
+    client.abort([requests[0].sample_id])
+    trace = stream._outbox.get(timeout=20)
+    assert (trace.finish_reason, trace.routed_experts.shape) == ("abort", (3 + 3 - 1, 2, 2))
+    assert trace.routed_experts.dtype == np.uint8
+
+
+def test_an_old_release_is_refused(sglang, model):
+    sys.modules["sglang"].__version__ = "0.4.9"
+    with pytest.raises(ValueError, match=r"SGLang 0\.4\.9 is too old for recorded routes"):
+        RolloutClient.local(model, backend="sglang")
