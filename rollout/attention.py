@@ -161,6 +161,10 @@ def _scored(
 ) -> torch.Tensor:
     """`[B, heads, queries, dim]`. `mask` is additive and broadcasts to `[B, heads, queries, keys]`."""
     if rule.is_plain:
+        if (
+            q.dtype is not torch.float32 and not causal and q.shape[2] == 1 and q.shape[1] != k.shape[1]
+        ):  # 4 to 11 times as fast
+            return _scored(q.reshape(len(q), k.shape[1], -1, q.shape[-1]), k, v, rule, mask).flatten(1, 2)[:, :, None]
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=gqa
