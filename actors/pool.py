@@ -234,14 +234,14 @@ class ActorPool(UpdatesByHalves):
     def wake(
         self, source: Any = None, version: int | None = None, *, force: bool = False, check_finite: bool = False
     ) -> None:
-        """See `RolloutClient.wake`: all actors."""
+        """See `RolloutClient.wake`: all actors. One that refuses where another woke is replaced by an awake one."""
         with self._turns.take("wake"):
             if not self._asleep:
                 raise RuntimeError("wake() of actors that do not sleep")
             stored = None if source is None else self._store(source, version, force)
             self._await_all()
             woken = Round(self._slots, lambda handle: handle.wake.remote(stored, version, force, check_finite))
-            if woken.refusal is not None:
+            if woken.refusal is not None and None not in woken.errors:
                 raise woken.refusal
             self._asleep = 0
             if stored is not None and version is not None:

@@ -332,6 +332,40 @@ def test_an_update_during_an_update_is_refused_by_name(pool: ActorPool) -> None:
     assert_exactly(collect(pool, requests), requests, version=0)  # the first one was left before it was applied
 
 
+class WakesOnce(FakeBackend):
+    """Of all actors, the first that is to wake refuses."""
+
+    def wake(self, source: Any = None, version: int | None = None, **options: Any) -> None:
+        try:
+            (self._journal / "refused").open("x").close()
+        except FileExistsError:
+            super().wake(source, version, **options)
+        else:
+            raise RuntimeError("no memory left on the device")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_all_actors_wake_or_none(journal: Path, num_actors: int) -> None:
+    """Where one woke, one that could not is replaced; where none did, the pool sleeps on and may be woken again."""
+    pool = ActorPool(
+        "model",
+        num_actors=num_actors,
+        engine_options={"journal": str(journal)},
+        num_cpus=0.5,
+        backend_factory=WakesOnce,
+        limits=Limits(chunk_samples=2, outstanding_chunks=2),
+    )
+    pool.sleep()
+    if num_actors == 1:
+        with pytest.raises(RuntimeError, match="no memory left on the device"):
+            pool.wake({"w": ONE}, version=4)
+    pool.wake({"w": ONE}, version=4)
+    requests = make_requests(4, 3)
+    assert_exactly(collect(pool, requests), requests, version=4)
+    pool.close()
+
+
 def test_a_sleeping_pool_refuses_to_sample_and_an_actor_that_dies_in_its_sleep_comes_back_asleep() -> None:
     requests = make_requests(prompts=4, samples=1, step=9)
     with pool_of(2) as pool:
