@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--peers", default="generate", metavar="LIST", help="generate,generate_batch of transformers; '' for none"
     )
+    bench.add_argument("--vllm", action="store_true", help="vLLM in this process too; it must be installed")
     bench.add_argument("--json", action="store_true", help="every round, for programs")
 
     inspect = commands.add_parser("inspect", help="what a dataset holds: steps, samples, tokens, bytes, expert load")

@@ -1,4 +1,4 @@
-"""`moe-rollout bench`: ratios of one run, with recording on and off, overlap on and off, and against transformers.
+"""`moe-rollout bench`: ratios of one run, recording on and off, overlap on and off, against transformers and vLLM.
 
 All variants sample the same prompts in turn, so that a machine whose speed drifts slows all of them. The first round
 warms up. Ratios are medians of the ratios within a round; the spread is shown.
@@ -20,6 +20,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rollout.bench_models import save_model
+from rollout.bench_vllm import sample_vllm, start_vllm_client
 from rollout.client import RolloutClient
 from rollout.config import EngineOptions
 from rollout.loader import no_progress_bar
@@ -36,6 +37,7 @@ class BenchOptions:
         models: "small", "mid" (random, made here) or checkpoint directories.
         batches: sequences sampled together.
         peers: of PEERS, run on the same checkpoint and prompts.
+        vllm: vLLM too, which must be installed.
     """
 
     models: Sequence[str] = ("small",)
@@ -46,6 +48,7 @@ class BenchOptions:
     threads: int = 1
     device: str = "cpu"
     peers: Sequence[str] = ("generate",)
+    vllm: bool = False
 
 
 class Measured(NamedTuple):
@@ -113,6 +116,10 @@ def _variants(
             model.to(options.device)
         for peer in options.peers:
             runs[peer] = lambda number, peer=peer: _PEERS[peer](model, prompts, options)  # type: ignore[misc]
+    if options.vllm:
+        tokens = options.prompt_len + options.new_tokens
+        vllm = stack.enter_context(start_vllm_client(path, options.device, batch, tokens))
+        runs["vLLM, recording"] = lambda number: Measured(sample_vllm(vllm, prompts, options.new_tokens, number))
     return runs
 
 
@@ -172,6 +179,7 @@ RATIOS = (
     ("recording", "recording, no graphs"),
     ("recording", "generate"),
     ("recording", "generate_batch"),
+    ("recording", "vLLM, recording"),
 )
 
 

@@ -104,6 +104,7 @@ def families(options: argparse.Namespace) -> int:
 def bench(options: argparse.Namespace) -> int:
     """See rollout/bench.py."""
     from rollout.bench import PEERS, BenchOptions, run_bench, tables, to_json
+    from rollout.vllm_in_process import require_vllm
 
     peers = [name for name in options.peers.split(",") if name]
     if unknown := set(peers) - set(PEERS):
@@ -117,7 +118,10 @@ def bench(options: argparse.Namespace) -> int:
         threads=options.threads,
         device=options.device,
         peers=peers,
+        vllm=options.vllm,
     )
+    if options.vllm:
+        require_vllm()
     results = run_bench(chosen)
     if options.json:
         sys.stdout.write(json.dumps(to_json(results)) + "\n")

@@ -27,6 +27,15 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND
 """vLLM reads these when it is imported: one process, and no threads pinned to cores that others use too."""
 
 
+def require_vllm() -> None:
+    """ImportError, with the way to get it, when vLLM is not installed; imports nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "backend='vllm' needs vLLM 0.30 or newer in this environment: pip install vllm on a GPU machine; for a "
+            "CPU see tests/engines/make_vllm_env.sh"
+        )
+
+
 @dataclass
 class _Waiting:
     """A request under way; `versions` has the weight version of its output tokens from each position on."""
@@ -56,11 +65,7 @@ class VllmInProcess:
     takes_state_dicts = owned = True
 
     def __init__(self, model: EngineModel, options: Mapping[str, Any]) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ImportError(
-                "backend='vllm' needs vLLM 0.30 or newer in this environment: pip install vllm on a GPU machine; for a "
-                "CPU see tests/engines/make_vllm_env.sh"
-            )
+        require_vllm()
         self.model, self._options = model, dict(options)
         self.max_sequence_tokens = model.max_positions
         self.capabilities = vllm_capabilities("vLLM", stop_strings=False, version_spans=False)

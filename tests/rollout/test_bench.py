@@ -1,5 +1,6 @@
 """`moe-rollout bench` runs, counts what it says, and refuses what it does not know. It asserts nothing on time."""
 
+import importlib.util
 import json
 
 import pytest
@@ -39,6 +40,12 @@ def test_medians_and_ratios_by_hand():
 def test_an_unknown_peer_is_named(checkpoint, capsys):
     assert bench(checkpoint, "--peers", "tgi") == 1
     assert "peers ['tgi'] are unknown; choose among ['generate', 'generate_batch']" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_that_is_not_installed_is_named_before_anything_runs(checkpoint, capsys):
+    assert bench(checkpoint, "--vllm") == 1
+    assert "needs vLLM 0.30 or newer in this environment" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["tiny"])
