@@ -43,7 +43,7 @@ def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
         from rollout.sglang_engine import start_sglang
 
         return start_sglang(model, **options)
-    if options.get("dp_size", 1) > 1:
+    if EngineOptions(**options).dp_size > 1:
         from rollout.group_backend import GroupBackend
 
         return GroupBackend(model, **options)
