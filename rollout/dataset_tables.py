@@ -83,10 +83,12 @@ def _steps(steps: list[dict[str, Any]]) -> Table:
 
 
 def _sites(sites: list[dict[str, Any]]) -> Table:
-    table = _numbers("layer", "experts", "load entropy", "busiest expert", "its load / mean", "never chosen")
+    alone = len({site["layer"] for site in sites}) == len(sites)
+    first = "layer" if alone else "router"
+    table = _numbers(first, "experts", "load entropy", "busiest expert", "its load / mean", "never chosen")
     table.title = "routers (entropy 1: all experts equally often)"
     for site in sites:
-        name = f"{site['layer']}"
+        name = str(site["layer"]) if alone else site["site"].removeprefix("model.layers.")
         if site["choices"]:
             balance = f"{site['load_entropy']:.3f}", str(site["busiest_expert"]), f"{site['busiest_over_mean']:.2f}"
             table.add_row(name, f"{site['num_experts']} top {site['top_k']}", *balance, str(site["idle_experts"]))
@@ -104,7 +106,8 @@ def _slowest(samples: list[dict[str, Any]]) -> Table:
 
 
 def _numbers(first: str, *columns: str, title: str | None = None) -> Table:
-    table = Table(first, title=title)
+    table = Table(title=title)
+    table.add_column(first, no_wrap=True, overflow="fold")  # the others give way, ids stay in one piece
     for column in columns:
         table.add_column(column, justify="right")
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias, cast
@@ -167,7 +168,7 @@ class ServedBackend(UpdatesByHalves):
         await self._life.ready()
         self._running[request_id] = request
         self._idle.clear()
-        version = self._life.version
+        version, begun = self._life.version, time.perf_counter()
         try:
             reply = await self._adapter.generate(request, request_id)
         except asyncio.CancelledError:
@@ -181,6 +182,7 @@ class ServedBackend(UpdatesByHalves):
             if not self._running:
                 self._idle.set()
         trace = trace_of(request, reply, self._adapter.model, version, self._retractions)
+        trace.seconds = time.perf_counter() - begun
         recorded = trace.route_len if trace.route_valid is None else int(trace.route_valid.sum())
         self._sampled += len(trace.completion_ids)
         self._missing_rows += trace.num_rows - recorded

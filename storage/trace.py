@@ -87,8 +87,8 @@ class Trace:
         error: what went wrong when finish_reason is "error".
         model: None, or the fingerprint of config and tokenizer of the model that sampled it.
         gate_weights: None, or float16 like routed_experts: the weight that each chosen expert got.
-        seconds: None, or how long it ran, from the launch of its first forward on. No part of what was sampled: traces
-            that differ in it alone are equal.
+        seconds: None, or how long it ran, from the launch of its first forward on; from its request on where a served
+            engine ran it. No part of what was sampled: traces that differ in it alone are equal.
         top_ids, top_logprobs, raw_top_logprobs: None, or `[completion, n]`: the model's n most likely tokens (int32)
             where each completion token was sampled, most likely first, and their log-probabilities (float32) under
             the distribution sampled from (-inf when filtered out) and under the model's own.

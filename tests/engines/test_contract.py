@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,8 +65,10 @@ def test_a_stream_left_early_commits_nothing(client, tmp_path):
 
 def test_stats_count_what_was_sampled(client):
     before = client.stats()
-    client.sample([[5, 7, 9], [6, 7]], num_samples=2, sampling_params=PARAMS)
-    after = client.stats()
+    begun = time.perf_counter()
+    traces = client.sample([[5, 7, 9], [6, 7]], num_samples=2, sampling_params=PARAMS)
+    wall, after = time.perf_counter() - begun, client.stats()
+    assert all(0 < trace.seconds < wall for trace in traces)
     counted = ("requests_ended_total", "tokens_sampled_total", "commits_total", "missing_route_rows_total")
     assert [after[name] - before[name] for name in counted] == [4, 4 * 6, 1, 0]
     assert (after["engines"], after["requests_running"], after["requests_waiting"]) == (1, 0, 0)

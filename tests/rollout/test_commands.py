@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout.__main__ import main
 from rollout.tiny_moe import MODEL_PATH
-from storage import TraceDataset
+from storage import RoutingSpec, Site, Trace, TraceDataset, TraceWriter
 from tests.storage.builders import commit
 
 HELP_IMPORTS = """
@@ -67,6 +68,18 @@ def test_inspect_as_json_counts_numbers_and_times_every_sample(demo: Path, capsy
     assert [each["seconds"] for each in figures["slowest"]] == longest[:2]
     assert 0 < longest[-1] <= longest[0] < 600
     assert (figures["samples"], figures["steps"]["count"], figures["seconds_per_sample"]["count"]) == (400, 1, 400)
+
+
+def test_inspect_names_routers_that_share_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sites = [Site(f"model.layers.{layer}.{kind}.router", layer, 4, 1) for layer in (0, 1) for kind in ("att", "mlp")]
+    with TraceWriter(tmp_path, RoutingSpec(tuple(sites))) as writer:
+        routes = np.array([[[3], [0], [1], [2]]], np.uint8)
+        fields = {"prompt_ids": [5], "completion_ids": [6], "logprobs": [-1.0], "finish_reason": "stop"}
+        writer.write([Trace(sample_id="a", step=0, routed_experts=routes, **fields)], step=0)
+        writer.commit(0)
+    assert main(["inspect", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert [name in printed for name in ("0.att.router", "1.mlp.router")] == [True, True]
 
 
 def test_verify_exits_with_1_and_names_the_file_that_was_cut_short(
