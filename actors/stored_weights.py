@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from actors.remote import fetch
+from rollout.update_modes import Unchanging
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class StoredWeights:
             size += flat.nbytes
         return cls(tuple(refs), size)
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> Unchanging:
         """All tensors, as views of the object store. They must not be written."""
-        named: dict[str, Any] = {}
+        named = Unchanging()
         for ref in self.refs:
             entries, flat = fetch(ref)
             named.update(_bucket(entries, flat).items())

@@ -14,6 +14,7 @@ from typing import Any
 from rollout.canary import difference, sing
 from rollout.engine_adapter import EngineAdapter, new_request_id
 from rollout.engine_reply import EngineDeadError, EngineError
+from rollout.update_modes import Unchanging
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,8 @@ class EngineLife:
             await self._rehearse(running)
             await self._adapter.load_weights(source, version, running=running)
             self.version, self._updated, self._lost = version, True, None
-            self._source = None if isinstance(source, Mapping) else source
+            kept = not isinstance(source, Mapping) or isinstance(source, Unchanging)
+            self._source = source if kept else None
         except Exception as error:
             await self._failed(f"its update to weight version {version} failed: {error}")
             again = "it is started again when it is asked next" if self._adapter.owned else "start it again"

@@ -12,6 +12,10 @@ InFlight: TypeAlias = Literal["wait", "abort", "keep"]
 KVMode: TypeAlias = Literal["keep", "recompute"]
 
 
+class Unchanging(dict[str, Any]):
+    """A state dict whose tensors nobody writes to: an engine may keep it, and load it once more when it comes back."""
+
+
 WAITS_FOR_EVER = "in_flight='wait' waits for requests that are paused; resume() first, or use 'keep' or 'abort'"
 
 

@@ -23,6 +23,7 @@ from actors.pool import ActorPool
 from actors.remote import LOST, fetch
 from actors.slot import ActorSlot
 from actors.stored_weights import StoredWeights
+from rollout.update_modes import Unchanging
 from storage.schema import to_table
 from storage.trace import Trace
 from tests.actors.fakes import SPEC, FakeBackend, expected_trace, make_request, make_requests
@@ -451,6 +452,7 @@ def test_all_actors_of_a_node_read_one_stored_copy_of_each_tensor(monkeypatch: p
         views = [once.tensors()["w"] for _ in range(2)]
         assert views[0].data_ptr() == views[1].data_ptr()  # shared memory, not a copy per reader
         assert torch.equal(views[0], weights["w"])
+        assert isinstance(once.tensors(), Unchanging)  # an engine that is started again may load them again
 
 
 # --- an engine that stands still --------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from rollout.engine_model import describe_model
 from rollout.engine_reply import EngineDeadError
 from rollout.engine_thread import EngineThread
 from rollout.served_engine import ServedBackend
+from rollout.update_modes import Unchanging
 from tests.engines.fake_adapter import OwnedEngine
 from tests.engines.fakes import Drawn
 
@@ -106,6 +107,15 @@ def test_it_says_that_it_lost_a_state_dict_until_it_gets_one(backend, engine, mo
     backend.update_weights(weights, 4)
     assert_drawn(sample(backend), "dict", 4)
     assert engine.starts == 2
+
+
+def test_it_comes_back_with_a_state_dict_that_nobody_writes_to(backend, engine, model):
+    weights = Unchanging(AutoModelForCausalLM.from_pretrained(model).state_dict())
+    backend.update_weights(weights, 3)
+    engine.dead = True
+    sample(backend, 1)
+    assert_drawn(sample(backend), "dict", 3)
+    assert engine.updates[-1][0] is weights
 
 
 def test_a_failed_update_is_followed_by_a_start_with_the_weights_before(backend, engine, newer, model):

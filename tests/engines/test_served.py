@@ -210,7 +210,10 @@ def test_a_killed_server_fails_what_it_held_and_the_client_recovers_when_it_retu
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_a_server_that_was_started_again_gets_the_weights_of_the_last_update_again(connect, server, newer, noticed):
+def test_a_server_that_was_started_again_gets_the_weights_of_the_last_update_again(
+    connect, server, newer, noticed, monkeypatch
+):
+    monkeypatch.setattr("rollout.http_engine.BACKOFF_SECONDS", 0.01)
     client = connect()
     client.update_weights(newer, version=5)
     server.stop()
