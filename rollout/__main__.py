@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=int, default=3, metavar="N")
     bench.add_argument("--threads", type=int, default=1, metavar="N")
     bench.add_argument("--device", default="cpu")
+    bench.add_argument("--floor", action="store_true", help="measure what the machine can do at best, too")
     bench.add_argument(
         "--peers", default="generate", metavar="LIST", help="generate,generate_batch of transformers; '' for none"
     )

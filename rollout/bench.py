@@ -7,7 +7,6 @@ warms up. Ratios are medians of the ratios within a round; the spread is shown.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rollout.bench_models import save_model
@@ -27,6 +25,7 @@ from rollout.loader import no_progress_bar
 from rollout.sampling import SamplingParams
 
 PEERS = ("generate", "generate_batch")
+SHARES = ("model", "sample", "capture", "schedule", "prepare", "finalize", "wait")
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,13 @@ class BenchOptions:
 
 
 class Measured(NamedTuple):
-    """One variant in one round: sampled tokens per second with prefill, ms per forward, ms to the first token."""
+    """One variant in one round: sampled tokens per second with prefill, ms per forward, ms to the first token, and what
+    share of the time went where (see SHARES; they overlap, and do not add up to 1)."""
 
     tokens_per_second: float
     step_ms: float | None = None
     first_token_ms: float | None = None
+    shares: dict[str, float] | None = None
 
 
 Round = dict[str, Measured]
@@ -69,15 +70,25 @@ def run_bench(options: BenchOptions) -> dict[str, list[Round]]:
     results: dict[str, list[Round]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for model in options.models:
-            path = save_model(model, Path(scratch)) if model in ("small", "mid") else model
+            path = model_path(model, Path(scratch))
             for batch in options.batches:
                 with contextlib.ExitStack() as stack:
                     runs = _variants(path, batch, options, Path(scratch), stack)
                     rounds = [
                         {name: run(number) for name, run in runs.items()} for number in range(options.repeats + 1)
                     ]
-                results[f"{Path(model).name} B{batch}"] = rounds[1:]
+                results[key_of(path, batch)] = rounds[1:]
     return results
+
+
+def model_path(model: str, scratch: Path) -> str:
+    """A checkpoint: one of SHAPES, made now, or the given one."""
+    return save_model(model, scratch) if model in ("small", "mid") else model
+
+
+def key_of(path: str, batch: int) -> str:
+    """`"small B16"`."""
+    return f"{Path(path).name} B{batch}"
 
 
 def _variants(
@@ -126,15 +137,17 @@ def _variants(
 def _sample(client: RolloutClient, prompts: list[list[int]], options: BenchOptions, number: int) -> Measured:
     params = SamplingParams(temperature=1.0, max_tokens=options.new_tokens, ignore_eos=True, seed=number)
     stats = client.backend.stats  # type: ignore[attr-defined]
-    before = stats.forwards
+    before, figures = stats.forwards, client.stats()
     started = time.perf_counter()
     client.sample(prompts, sampling_params=params)
     seconds = time.perf_counter() - started
+    spent = {name: value - figures.get(name, 0.0) for name, value in client.stats().items()}
     first = [e.seconds for e in stats.events if e.kind == "finalize" and e.seconds > started][:1]
     return Measured(
         tokens_per_second=len(prompts) * options.new_tokens / seconds,
         step_ms=1e3 * seconds / (stats.forwards - before),
         first_token_ms=1e3 * (first[0] - started) if first else None,
+        shares={name: spent[f"{name}_seconds_total"] / seconds for name in SHARES},
     )
 
 
@@ -168,46 +181,3 @@ _PEERS: dict[str, Callable[[Any, list[list[int]], BenchOptions], Measured]] = {
     "generate": _generate,
     "generate_batch": _generate_batch,
 }
-
-RATIOS = (
-    ("recording", "recording off"),
-    ("recording + dataset", "recording off"),
-    ("recording", "overlap off"),
-    ("batch_invariant", "recording"),
-    ("recording, no graphs", "recording off, no graphs"),
-    ("recording, no graphs", "overlap off, no graphs"),
-    ("recording", "recording, no graphs"),
-    ("recording", "generate"),
-    ("recording", "generate_batch"),
-    ("recording", "vLLM, recording"),
-)
-
-
-def tables(results: dict[str, list[Round]]) -> list[Table]:
-    """One table per model and batch: medians, then ratios with their spread."""
-    return [_table(name, rounds) for name, rounds in results.items()]
-
-
-def _table(title: str, rounds: list[Round]) -> Table:
-    out = Table(
-        "variant", "tokens/s", "min", "max", "ms/step", "first token ms", title=f"{title}, {len(rounds)} rounds"
-    )
-    for name in rounds[0]:
-        rates = [r[name].tokens_per_second for r in rounds]
-        steps, firsts = ([r[name][field] for r in rounds] for field in (1, 2))
-        out.add_row(name, *(f"{f(rates):.0f}" for f in (statistics.median, min, max)), *map(_median, (steps, firsts)))
-    for a, b in RATIOS:
-        if a in rounds[0] and b in rounds[0]:
-            values = [r[a].tokens_per_second / r[b].tokens_per_second for r in rounds]
-            out.add_row(f"{a} / {b}", *(f"{f(values):.3f}" for f in (statistics.median, min, max)))
-    return out
-
-
-def _median(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.1f}" if known else ""
-
-
-def to_json(results: dict[str, list[Round]]) -> dict[str, Any]:
-    """The same for programs."""
-    return {name: [{k: m._asdict() for k, m in r.items()} for r in rounds] for name, rounds in results.items()}

@@ -103,7 +103,8 @@ def families(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """See rollout/bench.py."""
-    from rollout.bench import PEERS, BenchOptions, run_bench, tables, to_json
+    from rollout.bench import PEERS, BenchOptions, run_bench
+    from rollout.bench_tables import floor_table, tables, to_json
     from rollout.vllm_in_process import require_vllm
 
     peers = [name for name in options.peers.split(",") if name]
@@ -126,7 +127,7 @@ def bench(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(to_json(results)) + "\n")
     else:
-        for table in tables(results):
+        for table in tables(results) + ([floor_table(chosen, results)] if options.floor else []):
             Console().print(table)
     return 0
 

@@ -208,7 +208,9 @@ class Engine:
             self._process(self._in_flight.popleft())
 
     def _launch_next(self) -> None:
+        begun = time.perf_counter()
         batch = [] if self._held else self._scheduler.schedule()
+        self.stats.schedule_seconds += time.perf_counter() - begun
         shape = None if self._lockstep is None else self._agree(self._lockstep, batch)
         self._launched = bool(batch) or shape is not None
         if not self._launched:

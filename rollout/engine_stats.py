@@ -23,10 +23,21 @@ class StepEvent(NamedTuple):
 
 
 @dataclass
+class StepSeconds:
+    """Where steps spend their time: on the host preparing inputs, and on the device's thread in the model and in
+    sampling. On an accelerator the latter two are what it takes to queue them."""
+
+    prepare: float = 0.0
+    model: float = 0.0
+    sample: float = 0.0
+
+
+@dataclass
 class EngineStats:
     """Counts since the engine started. `tokens` were computed, `cached_tokens` copied instead. `dropped_tokens`:
     sampled for requests that had already stopped. `preemptions`: how often a request yielded its slots. `seconds`: in
-    which steps were under way; of these the host spent `wait_seconds` waiting and `finalize_seconds` handing rows over.
+    which steps were under way; of these the host spent `schedule_seconds` choosing the next batch, `wait_seconds`
+    waiting, and `finalize_seconds` handing rows over.
     """
 
     forwards: int = 0
@@ -40,6 +51,7 @@ class EngineStats:
     seconds: float = 0.0
     wait_seconds: float = 0.0
     finalize_seconds: float = 0.0
+    schedule_seconds: float = 0.0
     events: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=4096))
     _until: float = 0.0
 
@@ -55,7 +67,7 @@ class EngineStats:
 
 def engine_figures(built: BuiltEngine) -> Figures:
     """The counts and the state of an engine under the names of rollout/figures.py; for any thread, takes no lock."""
-    engine, capturer = built.engine, built.runner.capturer
+    engine, capturer, seconds = built.engine, built.runner.capturer, built.runner.seconds
     stats, (waiting, running, slots, used) = engine.stats, engine.occupancy
     return {
         "engines": 1,
@@ -70,6 +82,10 @@ def engine_figures(built: BuiltEngine) -> Figures:
         "preemptions_total": stats.preemptions,
         "step_seconds_total": stats.seconds,
         "wait_seconds_total": stats.wait_seconds,
+        "schedule_seconds_total": stats.schedule_seconds,
+        "prepare_seconds_total": seconds.prepare,
+        "model_seconds_total": seconds.model,
+        "sample_seconds_total": seconds.sample,
         "capture_seconds_total": capturer.seconds if capturer is not None else 0.0,
         "finalize_seconds_total": stats.finalize_seconds,
         "kv_slots": slots,

@@ -14,6 +14,7 @@ from rollout.attention_plan import AttentionBatch, Span
 from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteSegment
 from rollout.cuda_graphs import Bucket, Buckets, GraphRunner, Tensors
 from rollout.device import Event, Stream
+from rollout.engine_stats import StepSeconds
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.forced_rows import ForcedRows, RowForcing
 from rollout.kv_pool import KVPool
@@ -143,6 +144,7 @@ class ModelRunner:
         self.forcing: RowForcing | None = None
         self.buckets: Buckets | None = None
         self.graphs: GraphRunner | None = None
+        self.seconds = StepSeconds()
         self._cache_keyword = cache_keyword(model)
         self._batch_invariant = batch_invariant
         self._counts = TokenCounts(max_running_requests)
@@ -157,7 +159,9 @@ class ModelRunner:
 
     def launch(self, step: int, batch: list[Work], shape: StepShape | None = None) -> GenerationBatchResult:
         """Queue one step and return at once. A rank of a group passes the `shape` that the ranks agreed on."""
+        begun = time.perf_counter()
         forward = self.prepare(batch, None if shape is None or self.ranks is None else shape.rows[self.ranks.rank])
+        self.seconds.prepare += time.perf_counter() - begun
         result = GenerationBatchResult(step, batch)
 
         def work() -> None:
@@ -272,18 +276,22 @@ class ModelRunner:
         batch.input_ids[: len(batch.decode_rows)] = self._last_token[batch.decode_rows]
         if self.capturer is not None:
             self.capturer.on_forward_begin()
+        begun = time.perf_counter()
         with self._forcing(batch):
             logits = self.logits(batch)
+        self.seconds.model += time.perf_counter() - begun
         if self.capturer is not None:
             result.routed_experts_output = self.capturer.on_forward_end(
                 batch.slots, batch.segments, forwards=self.forward_rows(batch), step=result.step
             )
+        begun = time.perf_counter()
         if batch.sampling is not None:
             drawn = self._sample(logits, batch, batch.sampling)
             result.next_tokens, result.logprobs, result.raw_logprobs = drawn[:3]
             self._last_token[batch.sample_rows] = drawn.next_tokens
             result.taken += [rows.take(drawn.raw, drawn.processed, batch.sampling.greedy) for rows in batch.top]
         result.taken += [rows.take(logits) for rows in batch.prompts]
+        self.seconds.sample += time.perf_counter() - begun
 
     def _sample(self, logits: torch.Tensor, batch: ForwardBatch, sampling: SamplingBatch) -> Drawn:
         logits = logits[: len(batch.sample_rows)]

@@ -4,9 +4,12 @@ import importlib.util
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from rollout.__main__ import main
-from rollout.bench import Measured, tables
+from rollout.bench import SHARES, Measured
+from rollout.bench_tables import tables
+from rollout.floor import weight_bytes_of_a_step
 
 
 def bench(checkpoint, *options):
@@ -22,6 +25,29 @@ def test_every_variant_and_peer_is_measured_in_each_round(checkpoint, capsys, pe
     assert [set(r) for r in rounds] == [variants | set(peers.split(","))]
     assert all(measured["tokens_per_second"] > 0 for measured in rounds[0].values())
     assert all(rounds[0][name]["first_token_ms"] > 0 for name in variants)
+    shares = rounds[0]["recording"]["shares"]
+    assert all(0 < shares[part] < 1 for part in SHARES)
+    assert shares["model"] == max(shares[part] for part in SHARES if part != "wait")
+
+
+def test_where_the_time_went_and_the_floor_are_tables(checkpoint, capsys):
+    assert bench(checkpoint, "--peers", "", "--floor") == 0
+    printed = capsys.readouterr().out
+    assert "share of the time (they overlap)" in printed
+    assert "floor of this machine" in printed
+    assert "float32" in printed
+
+
+def test_bytes_of_a_step_by_hand(checkpoint):
+    """Two tokens hit 1 - (1 - K / E) ** 2 of the experts. The embedding is not read, the head is."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_moe"))
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    config = model.config
+    hit = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** 2
+    expected = sum(sizes.values()) - sizes["model.embed_tokens.weight"] - experts * (1 - hit)
+    assert weight_bytes_of_a_step(model, batch=2) == pytest.approx(expected)
+    assert 0 < experts * hit < experts
 
 
 def test_medians_and_ratios_by_hand():
