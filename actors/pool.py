@@ -307,4 +307,6 @@ def absolute_if_local(path: str | Path) -> str:
 
 def _one_thread(runtime_env: Mapping[str, Any], engine_options: Mapping[str, Any]) -> dict[str, Any]:
     threads = str(engine_options.get("num_threads", 1))
+    if threads == "auto":
+        raise ValueError("num_threads='auto' measures one engine alone, and actors share a node's cores; give a number")
     return {**runtime_env, "env_vars": {"OMP_NUM_THREADS": threads, **runtime_env.get("env_vars", {})}}

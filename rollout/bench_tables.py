@@ -1,4 +1,4 @@
-"""The tables of `moe-rollout bench`: medians, ratios within a round with their spread, shares of the time, the floor."""
+"""The tables of `moe-rollout bench`: medians, ratios within a round, shares of the time, what the machine can do."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rollout.attention import LatentCacheError, use_slot_attention
+from rollout.auto_threads import candidates, choose_threads
 from rollout.backend import ModelInfo
 from rollout.capture import RoutedExpertsCapturer
 from rollout.checkpoint_names import CheckpointNames
@@ -138,7 +139,7 @@ def build_engine(
 
     As a `member` of a group it waits for the others, who must be started alike, and holds its part of the experts.
     """
-    stream = open_stream(options.device, options.num_threads)
+    stream = open_stream(options.device, 1 if options.num_threads == "auto" else options.num_threads)
     lockstep = None
     try:
         if member is not None:
@@ -240,6 +241,8 @@ def _tested_runner(
     _use_graphs(runner, reference, options)
     if options.batch_invariant and runner.own_caches is None:
         check_batch_invariance(runner, reference, options.max_batch_tokens)
+    if options.num_threads == "auto":
+        choose_threads(runner, options.max_running_requests, candidates(2 if options.batch_invariant else None))
     runner.forget_all()
     if capturer is not None:
         capturer.seconds = 0.0  # the self-test's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,7 +31,8 @@ class EngineOptions(StrictModel):
         prefix_cache: keep keys and values of ended requests while there is room; prompts that begin alike, such as the
             samples of one prompt, are computed once. The traces do not differ.
         trust_remote_code: let a checkpoint run Python code that it ships; said in the log.
-        num_threads: compute threads of torch inside the engine.
+        num_threads: compute threads of torch inside the engine; "auto" measures a few steps at start, takes the fastest
+            number and logs it. For an engine that has the machine to itself.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
             "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
         dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
@@ -53,7 +54,7 @@ class EngineOptions(StrictModel):
     batch_invariant: bool = False
     prefix_cache: bool = False
     trust_remote_code: bool = False
-    num_threads: int = Field(1, ge=1, le=256)
+    num_threads: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 1
     experts_implementation: Literal["auto", "hit_experts", "eager", "grouped_mm", "batched_mm"] = "auto"
     dp_size: int = Field(1, ge=1, le=1024)
     moe_dispatch: Literal["alltoall", "allgather"] = "alltoall"
@@ -76,7 +77,13 @@ class EngineOptions(StrictModel):
 
     @model_validator(mode="after")
     def _threads_keep_bits(self) -> EngineOptions:
-        if self.batch_invariant and self.num_threads > 2:
+        if self.num_threads == "auto":
+            if self.dp_size > 1:
+                raise ValueError(
+                    "num_threads='auto' measures one engine alone, and the ranks of a group share the cores; "
+                    f"with dp_size={self.dp_size} give a number"
+                )
+        elif self.batch_invariant and self.num_threads > 2:
             raise ValueError(
                 f"batch_invariant=True with num_threads={self.num_threads}: element-wise kernels split rows between "
                 "more than 2 threads, which changes last bits; use num_threads=1 or 2"

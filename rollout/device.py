@@ -103,6 +103,10 @@ class CpuStream:
         """The tensor on the device: here the same one."""
         return tensor
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """Compute with so many threads from now on."""
+        self.run(lambda: torch.set_num_threads(num_threads))
+
     def close(self) -> None:
         """Finish what was launched, then stop."""
         self._queue.put(None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,6 +187,19 @@ def engine_forward(runner: ModelRunner, tokens: list[int], chunks: list[int]) ->
     parts = [_run(runner, _works([tokens], start, length)) for start, length in zip(starts, chunks, strict=True)]
     routes = [part[1] for part in parts if part[1] is not None]
     return torch.cat([part[0] for part in parts]), np.concatenate(routes) if routes else None
+
+
+def time_decode(runner: ModelRunner, requests: int) -> float:
+    """Seconds of a decode step of so many requests, the later ones of a short prompt; of a prompt where a model's state
+    cannot be continued. Changes the size of the pool."""
+    prompt = [1] * PROMPT_LEN
+    start = 0 if runner.whole_prompts else PROMPT_LEN - 1
+    requests = max(1, min(requests, MAX_ROWS // (PROMPT_LEN - start)))
+    runner.resize(requests * PROMPT_LEN)
+    works = _works([prompt] * requests, start, PROMPT_LEN - start)
+    begun = time.perf_counter()
+    _run(runner, works)
+    return time.perf_counter() - begun
 
 
 def _works(prompts: list[list[int]], start: int, length: int) -> list[Work]:
