@@ -45,7 +45,7 @@ def _table(title: str, rounds: list[Round]) -> Table:
     )
     for name in rounds[0]:
         rates = [r[name].tokens_per_second for r in rounds]
-        steps, firsts = ([r[name][field] for r in rounds] for field in (1, 2))
+        steps, firsts = [r[name].step_ms for r in rounds], [r[name].first_token_ms for r in rounds]
         out.add_row(name, *(f"{f(rates):.0f}" for f in (statistics.median, min, max)), *map(_median, (steps, firsts)))
     for a, b in RATIOS:
         if a in rounds[0] and b in rounds[0]:
