@@ -151,7 +151,7 @@ class ServedBackend(UpdatesByHalves):
         self._tasks[request.sample_id] = cast("asyncio.Task[None]", asyncio.current_task())
         try:
             async with self._slots:
-                await self._gate.wait()
+                await self._may_begin()
                 trace = await self._ask(request, request_id)
         except asyncio.CancelledError:
             trace = failed_trace(request, "abort", None)
@@ -164,8 +164,15 @@ class ServedBackend(UpdatesByHalves):
             self._ended += 1
         outbox.put(trace)
 
+    async def _may_begin(self) -> None:
+        """Return when the gate is open and the engine alive, both at once: an update may come while it is started."""
+        while True:
+            await self._gate.wait()
+            await self._life.ready()
+            if self._gate.is_set():
+                return
+
     async def _ask(self, request: SampleRequest, request_id: str) -> Trace:
-        await self._life.ready()
         self._running[request_id] = request
         self._idle.clear()
         version, begun = self._life.version, time.perf_counter()

@@ -28,6 +28,7 @@ class OwnedEngine:
         self.model, self.max_sequence_tokens = model, 256
         self.capabilities = Capabilities(engine="Fake 1.0", frozen_recompute=False)
         self.starts, self.version, self.weights = 0, 0, "start"
+        self.generating = 0
         self.dead = self.hopeless = self.fail_update = False
         self.updates: list[tuple[Any, int, bool]] = []
 
@@ -43,7 +44,9 @@ class OwnedEngine:
         return self.version
 
     async def generate(self, request: Any, request_id: str) -> EngineReply:
-        await asyncio.sleep(0)
+        self.generating += 1
+        await asyncio.sleep(0.005)
+        self.generating -= 1
         if self.dead:
             raise EngineDeadError("its thread has ended")
         count = request.sampling_params.max_tokens
@@ -55,6 +58,8 @@ class OwnedEngine:
 
     async def load_weights(self, source: Any, version: int, *, running: bool = False) -> None:
         self.updates.append((source, version, running))
+        await asyncio.sleep(0.01)
+        assert running or not self.generating, "weights changed under a request"
         if self.fail_update:
             self.dead = True
             raise RuntimeError("shape mismatch")

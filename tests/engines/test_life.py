@@ -78,6 +78,17 @@ def test_requests_that_come_together_wait_for_one_start(backend, engine):
     assert engine.starts == 2
 
 
+def test_an_update_that_comes_while_it_is_started_changes_no_weights_under_a_request(backend, engine, newer):
+    engine.dead = True
+    sample(backend, 1)
+    outbox: queue.SimpleQueue = queue.SimpleQueue()
+    for index in range(8):
+        backend.start(SampleRequest(f"run/0/b{index}/0", 0, (5, index), PARAMS), outbox)
+    backend.update_weights(newer, 1)
+    assert_drawn([outbox.get(timeout=20) for _ in range(8)], str(newer), 1)
+    assert engine.starts == 2
+
+
 def test_two_samples_of_one_id_under_way_are_an_error_of_the_second(backend):
     requests = [SampleRequest("run/0/a/0", 0, (5, i), PARAMS) for i in range(2)]
     outbox: queue.SimpleQueue = queue.SimpleQueue()
