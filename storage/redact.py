@@ -27,7 +27,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
     A URL loses its login and its query, and what looks like a key of a known service is replaced wherever it is.
     Objects other than JSON's are named by their type, since their text might hold anything.
 
-    >>> without_secrets({"hf_token": "hf_abc", "kv_tokens": 64, "env_vars": {"HOME": "/root"}, "url": "http://me:pw@gpu/v1"})
+    >>> without_secrets({"hf_token": "hf_abc", "kv_tokens": 64, "env_vars": {"HOME": "/home/me"}, "url": "http://me:pw@gpu/v1"})
     {'hf_token': 'not recorded', 'kv_tokens': 64, 'env_vars': {'HOME': 'not recorded'}, 'url': 'http://gpu/v1'}
     """
     if isinstance(value, Mapping):
