@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from rollout.backend import PauseMode, SampleRequest
 from rollout.capture import RequestRoutes
 from rollout.engine_stats import EngineStats, StepEvent
+from rollout.forward_batch import GenerationBatchResult
 from rollout.lockstep import Lockstep, Turn
-from rollout.model_runner import GenerationBatchResult, ModelRunner
+from rollout.model_runner import ModelRunner
 from rollout.parallel import StepShape
 from rollout.request import Request
 from rollout.request_logprobs import RequestLogprobs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from rollout.build import BuiltEngine
     from rollout.figures import Figures
-    from rollout.model_runner import GenerationBatchResult
+    from rollout.forward_batch import GenerationBatchResult
 
 
 class StepEvent(NamedTuple):

@@ -1,7 +1,7 @@
 """Write the figures of `moe-rollout bench --json` into the table of the README.
 
-    moe-rollout bench --repeats 3 --peers generate,generate_batch --json > bench.json
-    python -m tests.bench.readme_table bench.json "a 2-core x86-64 virtual machine"
+moe-rollout bench --repeats 3 --peers generate,generate_batch --json > bench.json
+python -m tests.bench.readme_table bench.json "a 2-core x86-64 virtual machine"
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout.capture import RequestRoutes, RoutedExpertsOutput, RouteSegment, RouteState
 from rollout.device import CpuStream, Event
-from rollout.model_runner import GenerationBatchResult
+from rollout.forward_batch import GenerationBatchResult
 from storage import RoutingSpec
 
 SPEC = RoutingSpec.uniform(num_sites=2, num_experts=8, top_k=2)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from rollout.capture import RoutedExpertsCapturer, RoutedExpertsOutput, RouteState
 from rollout.device import AcceleratorStream, Event, PinnedBuffers
 from rollout.engine import Engine
+from rollout.forward_batch import GenerationBatchResult
 from rollout.loader import move_model
-from rollout.model_runner import GenerationBatchResult
 from rollout.router import watch
 from storage.sites import find_routers
 from tests.sim.device import DEVICE, SimTensor
