@@ -180,7 +180,7 @@ class RemoteRecorder:
     def abandon(self, step: int) -> None:
         """Drop what was staged for `step`, failed writes too. `close` has done so already."""
         if not self._closed:
-            self._ask(self._sinks, "abandon", step)
+            self._ask_in_turn("abandon", step)
             self._forget(step)
 
     def close(self) -> None:
@@ -188,12 +188,13 @@ class RemoteRecorder:
         if self._closed:
             return
         try:
-            self._ask(self._sinks, "close")
+            self._ask_in_turn("close")
         except SinkDiedError as error:
             logger.warning("%s", error)
-        self._closed = True
-        for sink in self._sinks:
-            ray.kill(sink)
+        finally:
+            self._closed = True
+            for sink in self._sinks:
+                ray.kill(sink)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -223,6 +224,13 @@ class RemoteRecorder:
     def _forget(self, step: int) -> None:
         with self._lock:
             self._writes.pop(step, None)
+
+    def _ask_in_turn(self, method: str, *args: Any) -> None:
+        """First the sink that commits, then the others: no commit of their files is under way when they drop them."""
+        try:
+            self._ask(self._sinks[:1], method, *args)
+        finally:
+            self._ask(self._sinks[1:], method, *args)
 
     def _ask(self, sinks: Sequence[Any], method: str, *args: Any) -> list[Any]:
         """Call a method of several sinks at once. All have answered, or died, before an error is raised."""

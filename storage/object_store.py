@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from storage.errors import MissingDataError
 from storage.manifest import MANIFEST_FILE, is_folder, read_manifest
 from storage.part import DigestFile
 from storage.store import Stamp
@@ -152,9 +153,16 @@ class ObjectPlace:
         """See `Place`: a put that has been answered is durable."""
 
     def remove(self) -> None:
-        """See `Place`. Only parts: nobody else has these names."""
-        for name in self._parts:
+        """See `Place`. Only parts: nobody else has these names. Those of a manifest that is there are committed, by a
+        writer that adopted them, or by a put whose answer was lost."""
+        for name in sorted(set(self._parts) - self._committed()):
             self._store.remove(f"{self._target}/{name}")
+
+    def _committed(self) -> set[str]:
+        try:
+            return {file.path for file in read_manifest(self._store, self._target).files}
+        except MissingDataError:
+            return set()
 
     def release(self) -> None:
         """See `Place`."""

@@ -138,6 +138,18 @@ def test_the_parts_of_two_writers_are_one_commit(url: str) -> None:
     assert open_store(url).names("step-000000001") == []
 
 
+def test_a_helper_that_was_never_told_of_the_commit_leaves_its_parts_alone(url: str) -> None:
+    with JointWriter(url, SPEC) as first, JointWriter(url, SPEC) as helper:
+        helper.write(make_traces(0), step=0)
+        parts = helper.hand_over(0)
+        assert parts is not None
+        first.take_over([parts], step=0)
+        first.commit(0)
+        helper.abandon(0)  # the client was stopped, or `first` died, before it could say `release`
+    assert list(TraceDataset(url)) == make_traces(0)
+    assert TraceDataset(url).verify() == []
+
+
 KILLED = """
 import os, signal, sys
 from storage import TraceWriter
