@@ -1,7 +1,7 @@
 """README.md and run.json of a dataset: what a person, and Hugging Face's `load_dataset`, find beside the traces.
 
-Written once, by the writer that made the dataset, and never read by this package: a dataset without them, or with an
-edited README, is as good. A README that lay there before stays as it was.
+Written once, by the writer that made the dataset. Readers need neither, `verify` checks run.json: a dataset without
+them, or with an edited README, is as good. A README that lay there before stays as it was.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def card(spec: RoutingSpec, promises: Promises | None = None) -> str:
 
 
 def run_json(run: Mapping[str, Any] | None = None) -> str:
-    """The text of run.json: format version, time, versions of libraries and, without secrets, what `run` says.
+    """The text of run.json: format version, time, versions of libraries and, without secrets, what else `run` says.
 
     >>> json.loads(run_json({"model": "Qwen/Qwen3-30B-A3B", "api_key": "k"}))["api_key"]
     'not recorded'
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     head = {"format_version": FORMAT_VERSION, "created": created, "versions": library_versions()}
-    return json.dumps(head | without_secrets(dict(run or {})), indent=1, allow_nan=False)
+    return json.dumps(head | without_secrets(dict(run or {})) | head, indent=1, allow_nan=False)
 
 
 def library_versions() -> dict[str, str]:

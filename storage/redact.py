@@ -10,12 +10,14 @@ from typing import Any
 HIDDEN = "not recorded"
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 _SECRET = re.compile(
-    "secrets?|passwords?|passwd|passphrase|credentials?|auth|authorization|cookies?|bearer|apikeys?|headers?"
+    "secrets?|passwords?|passwd|pwd|passphrase|credentials?|auth|authorization|cookies?|bearer|apikeys?|headers?"
 )
 _SECRET_LAST = frozenset({"key", "keys", "token"})
 _ENVIRONMENT = frozenset({"env", "env_vars", "environ", "environment"})
 _LOOKS_SECRET = re.compile(
-    r"\b(?:hf|sk|gh[opsu]|github_pat|glpat|xox[a-z]|AKIA|ASIA|Bearer|Basic)[-_ ]?[A-Za-z0-9_\-+/=.]{16,}", re.ASCII
+    r"\b(?:(?:hf|gh[oprsu])_[A-Za-z0-9]{16,}|github_pat_\w{16,}|(?:sk[-_]|glpat-|xox[a-z]-)[\w-]{16,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|(?:Bearer|Basic) +[\w\-+/=.~]{16,})",
+    re.ASCII,
 )
 _LOGIN = re.compile(r"(?<=://)[^/@\s]*@")
 _QUERY = re.compile(r"(?<=\w)\?[^\s]*")
@@ -35,11 +37,12 @@ def without_secrets(value: Any, key: str = "") -> Any:
         return {str(name): HIDDEN if hide else without_secrets(each, str(name)) for name, each in value.items()}
     if value is None or isinstance(value, bool):
         return value
-    if is_secret(key):
+    several = isinstance(value, list | tuple | set | frozenset)
+    if is_secret(key) or (several and key.lower() in _ENVIRONMENT):  # ["NAME=value"], as containers take them
         return HIDDEN
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, list | tuple | set | frozenset):
+    if several:
         return [without_secrets(each, key) for each in value]
     if isinstance(value, str | float):
         return _clean(str(value))

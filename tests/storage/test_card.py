@@ -116,7 +116,7 @@ SECRET = "hunter2-hunter2"
 @pytest.mark.parametrize(
     "given",
     [
-        {"api_key": SECRET},
+        {"api_key": SECRET, "db_pwd": SECRET, "container": {"env": [f"NAME={SECRET}"]}},
         {"engine": {"hf_token": SECRET, "apiKey": SECRET, "HF-Token": SECRET, "dbPassword": SECRET}},
         {"actors": {"runtime_env": {"env_vars": {"WANDB": SECRET, "HOME": SECRET}}}},
         {"extra_headers": {"X-Tenant": SECRET}, "credentials": [SECRET], "aws_secret_access_key_file": SECRET},
@@ -138,4 +138,10 @@ def test_what_is_no_secret_is_written_as_it_is() -> None:
     assert without_secrets({"rate": float("inf"), "password": 1234, "who": object()}) == {
         "rate": "inf", "password": HIDDEN, "who": "<object>",
     }  # fmt: skip
-    assert without_secrets("s3://bucket/traces") == "s3://bucket/traces"
+    for text in (
+        "s3://bucket/traces",
+        "hf-internal-testing/tiny-random-MixtralForCausalLM",
+        "/data/hf_models/qwen3-30b-a3b-instruct",
+        "/data/skills-math-v2-verified.jsonl",
+    ):
+        assert without_secrets(text) == text
