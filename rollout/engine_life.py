@@ -38,6 +38,13 @@ class EngineLife:
         """Start or connect; see `EngineAdapter.open`."""
         self.version = await self._adapter.open()
 
+    async def close(self) -> None:
+        """End a start that is under way, so that it leaves no engine behind, then release the engine."""
+        if self._revival is not None:
+            self._revival.cancel()
+            await asyncio.gather(self._revival, return_exceptions=True)
+        await self._adapter.close()
+
     def died(self, why: str) -> None:
         """A request found the engine dead; whoever asks next starts it again."""
         if self._dead is None:

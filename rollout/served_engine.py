@@ -257,7 +257,7 @@ class ServedBackend(UpdatesByHalves):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._adapter.close()
+        await self._life.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -43,12 +43,14 @@ class SglangEngine:
         self.max_sequence_tokens = model.max_positions
         self.capabilities = sglang_capabilities("SGLang")
         self._engine: Any = None
+        self._building: asyncio.Future[Any] | None = None  # a start cannot be interrupted, `close` waits for it
         self._version = 0
 
     async def open(self) -> int:
         """Start the engine; behind a death, another one."""
         await self.close()
-        self._engine = await asyncio.to_thread(self._build)
+        self._building = asyncio.ensure_future(asyncio.to_thread(self._build))
+        self._engine = await asyncio.shield(self._building)
         self._version = 0
         self.max_sequence_tokens = int(self._engine.tokenizer_manager.context_len)
         for song in await sing(self.generate, self.model.vocab_size, new_request_id):
@@ -109,9 +111,11 @@ class SglangEngine:
 
     async def close(self) -> None:
         """End its processes. SGLang's shutdown ends every child process of this one, also those of others."""
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
-            await asyncio.to_thread(engine.shutdown)
+        building, self._building, self._engine = self._building, None, None
+        if building is not None:
+            await asyncio.wait([building])
+            if building.exception() is None:
+                await asyncio.to_thread(building.result().shutdown)
 
     def _opened(self) -> Any:
         if self._engine is None:

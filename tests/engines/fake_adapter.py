@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 from rollout.capabilities import Capabilities
@@ -29,14 +30,17 @@ class OwnedEngine:
         self.capabilities = Capabilities(engine="Fake 1.0", frozen_recompute=False)
         self.starts, self.version, self.weights = 0, 0, "start"
         self.generating = 0
+        self.start_seconds, self.opening, self.opened = 0.01, threading.Event(), False
         self.dead = self.hopeless = self.fail_update = False
         self.updates: list[tuple[Any, int, bool]] = []
 
     async def open(self) -> int:
-        await asyncio.sleep(0.01)
+        self.opening.set()
+        await asyncio.sleep(self.start_seconds)
         if self.hopeless:
             raise EngineError("out of memory")
         self.starts += 1
+        self.opened = True
         self.version, self.weights, self.dead = 0, "start", False
         return 0
 
@@ -72,4 +76,4 @@ class OwnedEngine:
         pass
 
     async def close(self) -> None:
-        pass
+        self.opened = False

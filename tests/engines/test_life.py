@@ -89,6 +89,19 @@ def test_an_update_that_comes_while_it_is_started_changes_no_weights_under_a_req
     assert engine.starts == 2
 
 
+def test_closing_while_it_is_started_leaves_no_engine_behind(engine):
+    backend = ServedBackend(engine)
+    engine.dead, engine.start_seconds = True, 0.2
+    sample(backend, 1)
+    outbox: queue.SimpleQueue = queue.SimpleQueue()
+    engine.opening.clear()
+    backend.start(SampleRequest("run/0/b/0", 0, (5, 7), PARAMS), outbox)
+    engine.opening.wait(20)
+    backend.close()
+    assert outbox.get(timeout=20).finish_reason == "abort"
+    assert (engine.starts, engine.opened) == (1, False)
+
+
 def test_two_samples_of_one_id_under_way_are_an_error_of_the_second(backend):
     requests = [SampleRequest("run/0/a/0", 0, (5, i), PARAMS) for i in range(2)]
     outbox: queue.SimpleQueue = queue.SimpleQueue()

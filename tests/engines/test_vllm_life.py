@@ -83,15 +83,31 @@ def test_a_crash_fails_all_that_is_under_way_and_hangs_nobody(client):
     crash(client, prompts=PROMPTS * 8)
 
 
-def crash(client: RolloutClient, prompts: list = PROMPTS) -> None:
+def test_closing_while_another_engine_is_started_leaves_room_for_the_next_client(model):
+    with RolloutClient.local(model, backend="vllm", **OPTIONS) as client:
+        crash(client)
+        crash(client, all_of_them=False)
+    with RolloutClient.local(model, backend="vllm", **OPTIONS) as client:
+        check(client.sample(PROMPTS, sampling_params=PARAMS), load(model))
+
+
+def crash(client: RolloutClient, prompts: list = PROMPTS, all_of_them: bool = True) -> None:
+    """A step fails under the first of these prompts; those that begin later find another engine."""
+
     def fail() -> None:
         raise RuntimeError("boom")
 
     client.backend._adapter._engine.step = fail
     requests = client._requests.check(prompts, 1, PARAMS).requests(0, 0)
-    first = next(client.backend.stream(requests))
-    assert first.trace.finish_reason == "error"
-    assert "boom" in first.trace.error
+    stream = client.backend.stream(requests)
+    if not all_of_them:
+        assert "boom" in next(stream).trace.error
+        return
+    traces = [item.trace for item in stream]
+    assert len(traces) == len(prompts)
+    failed = [trace.error for trace in traces if trace.finish_reason == "error"]
+    assert failed
+    assert all("boom" in error for error in failed)
 
 
 def test_an_update_that_failed_half_way_leaves_an_engine_that_is_started_again(client, model, saved, tmp_path):
