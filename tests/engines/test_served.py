@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from rollout import RolloutClient, SamplingParams
 from rollout.engine_reply import EngineDeadError, EngineError
@@ -189,6 +190,17 @@ def test_a_corrupted_reply_is_one_clear_error_and_the_others_finish(connect, ser
         raise ValueError(bad.error)
     assert "run/0/0-1/0" in bad.error
     assert list(TraceDataset(tmp_path / "traces").iter()) == [good]
+
+
+def test_an_error_500_fails_its_request_and_the_others_finish(connect, server):
+    client = connect()
+    broken = {"error": {"message": "EngineCore encountered an issue", "code": 500}}
+    server.spoil = lambda prompt, body: web.json_response(broken, status=500) if prompt == [6, 7] else body
+    traces = client.sample([[6, 7], *([5, i] for i in range(20))], sampling_params=PARAMS)
+    assert [trace.finish_reason for trace in traces] == ["error"] + ["length"] * 20
+    assert "500: EngineCore encountered an issue" in traces[0].error
+    server.spoil = lambda prompt, body: body
+    assert_faithful(client.sample([[6, 7]], sampling_params=PARAMS)[0], server)
 
 
 def test_a_killed_server_fails_what_it_held_and_the_client_recovers_when_it_returns(connect, server):
