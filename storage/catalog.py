@@ -51,6 +51,12 @@ class Catalog:
     def refresh(self) -> None:
         """See what was committed, compacted or dropped since. A pack replaces the folders of its steps, and an archive
         also the packs of them."""
+        try:
+            self._look()
+        except MissingDataError:  # a pack was there and has been archived or dropped since
+            self._look()
+
+    def _look(self) -> None:
         self._stamps = self._store.committed()
         self._index: Index | None = None
         self.first_step = first = first_kept_step(self._store)

@@ -118,14 +118,20 @@ class LocalStore:
         return []
 
     def committed(self) -> dict[str, Stamp]:
-        """See `Store`."""
-        found = {}
-        for name in self.names():
-            with suppress(FileNotFoundError, NotADirectoryError):
-                if is_folder(name):
+        """See `Store`. Looks again until no folder came or went meanwhile: a pack may have replaced steps."""
+        found: dict[str, Stamp] = {}
+        folders, before = self._folders(), [""]
+        while folders != before:
+            found = {}
+            for name in folders:
+                with suppress(FileNotFoundError, NotADirectoryError):
                     status = os.stat(f"{self.root}/{name}/{MANIFEST_FILE}")
                     found[name] = Stamp(status.st_size, status.st_mtime_ns)
+            folders, before = self._folders(), folders
         return found
+
+    def _folders(self) -> list[str]:
+        return [name for name in self.names() if is_folder(name)]
 
     def create(self, name: str, data: bytes) -> None:
         """See `Store`. Written under `_staging`, linked into place."""

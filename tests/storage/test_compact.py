@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -13,6 +14,8 @@ import pyarrow.compute as pc
 import pytest
 
 from storage import DamagedDataError, DuplicateSampleError, StepExistsError, TraceDataset, TraceWriter
+from storage.catalog import Catalog
+from storage.store import LocalStore
 from tests.storage.builders import SPEC, commit, make_trace, make_traces
 from tests.storage.test_crash import CRASHER
 
@@ -51,6 +54,37 @@ def test_a_pack_holds_what_the_steps_held(root: Path) -> None:
     assert duckdb.sql(query).fetchall() == [(20, 20)]
     assert TraceDataset(root).compact() == []
     assert pack.startswith("pack-000000000-000000005-")
+
+
+def test_steps_that_are_packed_or_archived_while_a_reader_looks_are_not_missed(root: Path) -> None:
+    """The first look sees steps, then a pack, that are gone before their manifests are asked for."""
+
+    class Slow(LocalStore):
+        meanwhile: Callable[[], object]
+
+        def names(self, folder: str = "") -> list[str]:
+            found = super().names(folder)
+            self.once()
+            return found
+
+        def once(self) -> None:
+            meanwhile, self.meanwhile = self.meanwhile, lambda: None
+            meanwhile()
+
+    class SlowToRead(Slow):
+        names = LocalStore.names
+
+        def read(self, name: str) -> bytes:
+            self.once()
+            return super().read(name)
+
+    store = Slow(root)
+    store.meanwhile = TraceDataset(root).compact
+    assert Catalog(store).steps == list(STEPS)
+    reader = SlowToRead(root)
+    reader.meanwhile = lambda: TraceDataset(root).archive(before=6)
+    assert Catalog(reader).steps == list(STEPS)
+    assert reader.meanwhile() is None
 
 
 def test_writers_go_on_after_it(root: Path) -> None:
