@@ -86,7 +86,6 @@ class ActorPool(UpdatesByHalves):
         engine_options = dict(engine_options or {})
         self._limits = limits or Limits.for_engine(engine_options)
         dp_size = int(engine_options.get("dp_size", 1))
-        places = place(num_actors, dp_size, self._resources, self._limits.placement_seconds)
         self._actor_options: dict[str, Any] = {
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
@@ -103,6 +102,7 @@ class ActorPool(UpdatesByHalves):
         self._changed = threading.Condition()
         self._closed = threading.Event()
         attempts = self._limits.max_attempts
+        places = place(num_actors, dp_size, self._resources, self._limits.placement_seconds)
         self._slots = [ActorSlot(index, self._start, attempts, placement) for index, placement in enumerate(places)]
         try:
             self._info, *_ = [self._await_loaded(slot) for slot in self._slots]

@@ -184,8 +184,8 @@ class RemoteRecorder:
             self._forget(step)
 
     def close(self) -> None:
-        """Abandon all that was not committed and stop the sinks; fine when they are dead already, or closed."""
-        if self._closed:
+        """Abandon all that was not committed and stop the sinks; fine when they, or Ray, are gone already."""
+        if self._closed or not ray.is_initialized():
             return
         try:
             self._ask_in_turn("close")

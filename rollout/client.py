@@ -428,11 +428,12 @@ class RolloutClient:
     def close(self) -> None:
         """Stop the engine; what was not committed is abandoned, calls that still run in other threads fail."""
         self._parties.closed.set()
-        self._parties.backend.close()
-        if self._parties.recorder is not None:
-            self._parties.recorder.close()
-        if self._parties.rewards is not None:
-            self._parties.rewards.close()
+        with contextlib.ExitStack() as parties:  # each is closed, also when one before it could not be
+            if self._parties.rewards is not None:
+                parties.callback(self._parties.rewards.close)
+            if self._parties.recorder is not None:
+                parties.callback(self._parties.recorder.close)
+            parties.callback(self._parties.backend.close)
 
     def __enter__(self) -> Self:
         return self
