@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from storage.errors import MissingDataError
-from storage.manifest import MANIFEST_FILE, is_folder, read_manifest
+from storage.manifest import MANIFEST_FILE, is_folder, read_manifest, step_of_folder
 from storage.part import DigestFile
 from storage.store import Stamp
 
@@ -73,7 +73,17 @@ class ObjectStore:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def committed(self) -> dict[str, Stamp]:
-        """See `Store`. Lists every object: what is committed is what has a manifest, and only a listing knows."""
+        """See `Store`. Lists every object: what is committed is what has a manifest, and only a listing knows. It comes
+        in pages, packs first: a pack that was not there yet may have replaced steps that are gone from a later page."""
+        stamps = self._stamps()
+        while any(self.size(name + MANIFEST) is not None for name in self._packs() - stamps.keys()):
+            stamps = self._stamps()
+        return stamps
+
+    def _packs(self) -> set[str]:
+        return {name for name in self.names() if is_folder(name) and step_of_folder(name) is None}
+
+    def _stamps(self) -> dict[str, Stamp]:
         stamps = {}
         for entry in self._list():
             folder = entry["path"].removesuffix(MANIFEST)

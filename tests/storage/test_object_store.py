@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,9 @@ from storage import (
     repair_dataset,
     verify_dataset,
 )
+from storage.catalog import Catalog
 from storage.joint_writer import JointWriter
+from storage.object_store import ObjectStore
 from storage.store import open_store
 from storage.summary import summarise
 from tests.s3 import s3_server
@@ -148,6 +151,22 @@ def test_a_helper_that_was_never_told_of_the_commit_leaves_its_parts_alone(url: 
         helper.abandon(0)  # the client was stopped, or `first` died, before it could say `release`
     assert list(TraceDataset(url)) == make_traces(0)
     assert TraceDataset(url).verify() == []
+
+
+def test_steps_that_are_packed_between_two_pages_of_a_listing_are_not_missed(url: str) -> None:
+    class Paged(ObjectStore):
+        packed = False
+
+        def _list(self, folder: str | None = None) -> Iterator[dict[str, Any]]:
+            yield from (entry for entry in super()._list(folder) if entry["path"] < "q")
+            if not self.packed:
+                self.packed = True
+                TraceDataset(url).compact()
+            yield from (entry for entry in super()._list(folder) if entry["path"] >= "q")
+
+    commit(url, 0, 3)
+    store = Paged.from_url(url)
+    assert Catalog(store).steps == [0, 3]
 
 
 KILLED = """
