@@ -42,7 +42,7 @@ class Limits:
     def for_engine(cls, options: Mapping[str, Any]) -> Limits:
         """Half more samples outstanding per actor than all its ranks run at once, in chunks of a quarter."""
         default = EngineOptions.model_fields["max_running_requests"].default
-        running = options.get("max_running_requests", default) * options.get("dp_size", 1)
+        running = int(options.get("max_running_requests", default)) * int(options.get("dp_size", 1))
         return cls(chunk_samples=max(1, running // 4), outstanding_chunks=6)
 
 

@@ -28,6 +28,8 @@ _TEXTS = {figure.name: figure.text for figure in (*ENGINE, *CLIENT)}
 class Published:
     """Some figures as Ray metrics. Counters are told what was added since the last time; not thread-safe.
 
+    A total that is lower than the last time is that of an engine that was started again, and counts from 0.
+
     >>> published = Published(ENGINE)
     >>> published.set(backend.figures())
     """
@@ -42,8 +44,10 @@ class Published:
         for name, value in figures.items():
             if name in self._gauges:
                 self._gauges[name].set(value)
-            elif name in self._counters and (added := value - self._told.get(name, 0)) > 0:
-                self._counters[name].inc(added)
+            elif name in self._counters:
+                told = self._told.get(name, 0)
+                if added := value - told if value >= told else value:
+                    self._counters[name].inc(added)
                 self._told[name] = value
 
 
@@ -56,9 +60,9 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell them once more and end."""
+        """Tell them once more and end; not waited for where an engine that starts again cannot say them."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(self._every)
 
     def _run(self) -> None:
         published = Published(ENGINE)

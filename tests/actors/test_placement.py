@@ -121,3 +121,7 @@ def test_a_group_whose_node_is_lost_moves_to_another_or_gives_up_in_time(another
     else:
         assert found["error"].startswith("RuntimeError: no node had 2 CPU free for a group of dp_size=2 within 10 s")
         assert 0 < found["samples"] == found["different"] < 20
+
+
+def test_the_limits_of_an_engine_take_options_as_text() -> None:
+    assert Limits.for_engine({"dp_size": "2", "max_running_requests": "64"}) == Limits(chunk_samples=32)
