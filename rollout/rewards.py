@@ -26,11 +26,16 @@ class RewardRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def start(self, trace: Trace) -> Future[float]:
-        """The reward to come. An error of the function is raised by `result()`, naming the sample."""
+        """The reward to come. An error of the function is raised by `result()`, naming the sample.
+
+        Raises:
+            RuntimeError: after `close`, for a coroutine, which would never run.
+        """
         if inspect.iscoroutinefunction(self._fn) or inspect.iscoroutinefunction(type(self._fn).__call__):
-            return asyncio.run_coroutine_threadsafe(self._await(trace), self._event_loop())
+            return self._schedule(trace)
         future: Future[float] = Future()
         try:
             future.set_result(_checked(self._fn(trace), trace))
@@ -45,18 +50,25 @@ class RewardRunner:
         except Exception as error:
             raise _named(error, trace) from error
 
+    def _schedule(self, trace: Trace) -> Future[float]:
+        with self._lock:  # what is scheduled before `close` stops the loop is cancelled there
+            if self._closed:
+                raise RuntimeError(f"the client was closed before the reward of {trace.sample_id} was computed")
+            return asyncio.run_coroutine_threadsafe(self._await(trace), self._event_loop())
+
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=_run_until_stopped, args=(self._loop,), name="moe-rollout-rewards", daemon=True
-                )
-                self._thread.start()
-            return self._loop
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=_run_until_stopped, args=(self._loop,), name="moe-rollout-rewards", daemon=True
+            )
+            self._thread.start()
+        return self._loop
 
     def close(self) -> None:
         """Stop the event loop, if one was started; rewards still to come are cancelled."""
+        with self._lock:
+            self._closed = True
         if self._loop is not None and self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -116,6 +116,30 @@ def test_close_cancels_rewards_still_to_come():
         future.result(timeout=5)
 
 
+def test_a_reward_asked_for_while_others_are_cancelled_is_refused_instead_of_never_known():
+    cancelling, refused = threading.Event(), threading.Event()
+
+    async def cancelled_slowly(_: Trace) -> float:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelling.set()
+            await asyncio.to_thread(refused.wait, 5)
+        return 1.0
+
+    scores = RewardRunner(cancelled_slowly)
+    scores.start(trace())
+    closing = threading.Thread(target=scores.close)
+    time.sleep(0.05)  # it sleeps by now
+    closing.start()
+    assert cancelling.wait(5)
+    with pytest.raises(RuntimeError, match="closed before the reward of run/0/b/0"):
+        scores.start(trace("b"))
+    refused.set()
+    closing.join(5)
+    assert not closing.is_alive()
+
+
 # --- through the client -----------------------------------------------------------------------------------------
 
 
