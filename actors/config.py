@@ -36,7 +36,7 @@ class PipelineConfig(StrictModel):
         traces: directory of the dataset. In a Ray job it must be absolute: the job runs in a copy of the working
             directory that Ray deletes.
         run: first part of every sample_id.
-        steps: steps 0 .. steps - 1; committed ones are skipped.
+        steps: steps 0 .. steps - 1; those that are committed or were dropped (`keep_from`) are skipped.
         prompts: JSONL or Parquet with `prompt` (text) or `prompt_ids` (list of ids), and optionally `key`.
         prompts_per_step: taken in the file's order, from the start again after its end.
         num_samples: completions per prompt.

@@ -17,7 +17,8 @@ from actors.prompts import Prompt, prompts_of_step, read_prompts
 from storage.catalog import committed_steps
 from storage.dataset import TraceDataset
 from storage.lease import Lease
-from storage.store import is_remote
+from storage.retention import first_kept_step
+from storage.store import is_remote, open_store
 from storage.trace import Trace
 
 logger = logging.getLogger("actors.pipeline")
@@ -91,8 +92,10 @@ def _run_missing(config: PipelineConfig, make_client: Callable[[PipelineConfig],
 
 
 def _missing_steps(config: PipelineConfig) -> list[int]:
+    """Neither committed nor dropped by `TraceDataset.keep_from`."""
     committed = set(committed_steps(config.traces))
-    return [step for step in range(config.steps) if step not in committed]
+    first = first_kept_step(open_store(config.traces))
+    return [step for step in range(first, config.steps) if step not in committed]
 
 
 def _check_same_run(config: PipelineConfig) -> None:

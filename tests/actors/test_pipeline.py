@@ -188,6 +188,16 @@ def test_a_model_that_is_not_there_ends_the_command_with_one_line(tmp_path: Path
     assert "/nowhere/model" in line
 
 
+def test_steps_that_were_dropped_are_not_sampled_again(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, steps=2))
+    with TraceWriter(config.traces, RoutingSpec.uniform(num_sites=1, num_experts=4, top_k=1)) as writer:
+        for step in (0, 1):
+            writer.write([], step=step)
+            writer.commit(step)
+    TraceDataset(config.traces).keep_from(1)
+    assert run(config, make_client=None) == []  # type: ignore[arg-type]
+
+
 def test_going_on_with_other_sampling_parameters_is_refused_by_name(tmp_path: Path) -> None:
     """A dataset half of one temperature and half of another would not show it."""
     config = load_config(write_run(tmp_path, steps=2))
