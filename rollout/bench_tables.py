@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from rollout.bench import SHARES, BenchOptions, Round, key_of, model_path
 from rollout.floor import measure_floor, weight_bytes_of_a_step
 from rollout.loader import no_progress_bar
+from rollout.plain import plain
 
 RATIOS = (
     ("recording", "recording off"),
@@ -41,7 +42,13 @@ def tables(results: dict[str, list[Round]]) -> list[Table]:
 
 def _table(title: str, rounds: list[Round]) -> Table:
     out = Table(
-        "variant", "tokens/s", "min", "max", "ms/step", "first token ms", title=f"{title}, {len(rounds)} rounds"
+        "variant",
+        "tokens/s",
+        "min",
+        "max",
+        "ms/step",
+        "first token ms",
+        title=plain(f"{title}, {len(rounds)} rounds", "table.title"),
     )
     for name in rounds[0]:
         rates = [r[name].tokens_per_second for r in rounds]
@@ -55,7 +62,7 @@ def _table(title: str, rounds: list[Round]) -> Table:
 
 
 def _shares_table(title: str, rounds: list[Round]) -> Table:
-    out = Table("variant", *SHARES, title=f"{title}, share of the time (they overlap)")
+    out = Table("variant", *SHARES, title=plain(f"{title}, share of the time (they overlap)", "table.title"))
     for name in rounds[0]:
         parts = [shares for r in rounds if (shares := r[name].shares)]
         if parts:

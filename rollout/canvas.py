@@ -31,6 +31,7 @@ STYLE = {
     "xtick.color": "#30343b",
     "ytick.color": "#30343b",
     "legend.frameon": False,
+    "text.parse_math": False,  # a "$" in a path or a router's name is no formula
 }
 LAYER = "MoE layer"
 BLUE, ORANGE, GREEN, GREY = "#2166ac", "#e08214", "#1b7837", "#8a8f98"

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from rollout.plain import plain
+
 STEPS_SHOWN = 12
 
 
@@ -24,9 +26,9 @@ def dataset_tables(figures: dict[str, Any]) -> Iterator[Table]:
 
 
 def _overview(figures: dict[str, Any]) -> Table:
-    table = Table("figure", "value", title=f"dataset {figures['dataset']}")
+    table = Table("figure", "value", title=plain(f"dataset {figures['dataset']}", "table.title"))
     for name, value in _lines(figures):
-        table.add_row(name, value)
+        table.add_row(name, plain(value))
     return table
 
 
@@ -56,6 +58,8 @@ def _lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _moments(figures: dict[str, Any] | None, form: str) -> str:
     if figures is None:
         return "none recorded"
+    if not figures["count"]:
+        return f"{figures['not_finite']:,} samples, none of them finite"
     mean, std, low, high = (format(figures[name], form) for name in ("mean", "std", "min", "max"))
     others = f", {figures['not_finite']:,} not finite" if figures["not_finite"] else ""
     return f"mean {mean}, std {std}, {low} to {high}, of {figures['count']:,} samples{others}"
@@ -88,7 +92,7 @@ def _sites(sites: list[dict[str, Any]]) -> Table:
     table = _numbers(first, "experts", "load entropy", "busiest expert", "its load / mean", "never chosen")
     table.title = "routers (entropy 1: all experts equally often)"
     for site in sites:
-        name = str(site["layer"]) if alone else site["site"].removeprefix("model.layers.")
+        name = plain(str(site["layer"]) if alone else site["site"].removeprefix("model.layers."))
         if site["choices"]:
             balance = f"{site['load_entropy']:.3f}", str(site["busiest_expert"]), f"{site['busiest_over_mean']:.2f}"
             table.add_row(name, f"{site['num_experts']} top {site['top_k']}", *balance, str(site["idle_experts"]))
@@ -101,7 +105,7 @@ def _slowest(samples: list[dict[str, Any]]) -> Table:
     table = _numbers("sample", "seconds", "tokens", "completion", "end", title="slowest samples")
     for sample in samples:
         counts = (f"{sample[name]:,}" for name in ("tokens", "completion_tokens"))
-        table.add_row(sample["sample_id"], f"{sample['seconds']:.3f}", *counts, sample["finish_reason"])
+        table.add_row(plain(sample["sample_id"]), f"{sample['seconds']:.3f}", *counts, sample["finish_reason"])
     return table
 
 

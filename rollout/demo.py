@@ -44,8 +44,8 @@ def run_demo(out: str, console: Console) -> None:
     found = dataset.verify()
     mismatch = replay_mismatch(list(dataset.iter(step=traces[0].step)), dataset)
     console.print(_table(traces, seconds, dataset, found, mismatch))
-    console.print(f"dataset: {Path(out).resolve()}", soft_wrap=True)
-    console.print(f"next:    moe-rollout inspect {out}", soft_wrap=True)
+    console.print(f"dataset: {Path(out).resolve()}", soft_wrap=True, markup=False)
+    console.print(f"next:    moe-rollout inspect {out}", soft_wrap=True, markup=False)
     if found:
         raise RuntimeError(f"the dataset has {len(found)} problems, first: {found[0]}")
 

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rollout.plain import plain
 from storage import TraceDataset
 from storage.drift import Drift, SiteDrift, compare_datasets
 from storage.survey import Survey, survey_dataset
@@ -110,7 +111,8 @@ def _movers(net: np.ndarray, share: np.ndarray, count: str | None) -> dict[str, 
 def compare_table(found: dict[str, Any], top: int) -> Table:
     """One row per site, the `top` experts that gained and lost most, in percentage points of the assignments."""
     by_row = "overlap" in found["sites"][0]
-    table = Table(title=f"from {found['left']} to {found['right']}", caption=_caption(found, by_row))
+    heading = plain(f"from {found['left']} to {found['right']}", "table.title")
+    table = Table(title=heading, caption=_caption(found, by_row))
     names = ("overlap", "same_set", "load_moved") if by_row else ("load_moved", "moved_by_chance")
     for title in ("layer", *(TITLES[name] for name in names)):
         table.add_column(title, justify="right")
@@ -120,7 +122,7 @@ def compare_table(found: dict[str, Any], top: int) -> Table:
     for label, site in zip(labels, found["sites"], strict=True):
         figures = ["-" if site[name] is None else f"{site[name]:.2%}" for name in names]
         movers = [", ".join(_mover(expert) for expert in site[kind][:top]) or "-" for kind in ("gained", "lost")]
-        table.add_row(label, *figures, *movers)
+        table.add_row(plain(label), *figures, *movers)
     return table
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.canvas import DPI, Picture, png
+from rollout.plain import plain
 
 CSS_DPI = 96
 
@@ -59,7 +60,7 @@ def write_report(
 
 
 def _page(figures: dict[str, Any], pictures: Sequence[Picture], tables: Sequence[Table]) -> Iterator[str]:
-    where = escape(str(figures["dataset"]))
+    where = escape(plain(str(figures["dataset"])).plain)
     yield f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Routing report: {where}</title>\n'
     yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -84,7 +85,8 @@ def key_figures(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "steps", f"{figures['steps']['count']:,}"
     yield "samples", f"{figures['samples']:,}"
     yield "tokens", f"{figures['tokens']['all']:,}"
-    yield "mean reward", "none" if rewards is None else f"{rewards['mean']:.3f}"
+    finite = rewards is not None and rewards["count"]
+    yield "mean reward", f"{rewards['mean']:.3f}" if finite else "none" if rewards is None else "not finite"
     yield "rows recorded", f"{rows['recorded']:,}"
     yield "rows missing", f"{rows['missing']:,}"
     yield "MoE layers", f"{len(sites)}"

@@ -34,6 +34,7 @@ class RoutingSpec:
     sites: tuple[Site, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sites", tuple(self.sites))  # a list would not be equal to what a file gives back
         if not self.sites:
             raise ValueError("a RoutingSpec needs at least one site; a dense model has no routes to record")
         for site in self.sites:

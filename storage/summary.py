@@ -31,8 +31,9 @@ def summarise(dataset: TraceDataset, step: Steps = None, *, slowest: int = SLOWE
     """Figures of the samples of one step, of several or of all; JSON values. Reads everything once.
 
     `completion_tokens_per_sample`, `seconds_per_sample` and `rewards` are `{"count", "mean", "std", "min", "max",
-    "not_finite"}`, or None when no sample has any. A row that could have been recorded and was not is a missing one.
-    `bytes` are those of the Parquet files, and None when only some steps are asked for: steps may share a file.
+    "not_finite"}`, or None when no sample has any; when none is finite, `count` is 0 and the next four are
+    None. A row that could have been recorded and was not is a missing one. `bytes` are those of the Parquet files, and
+    None when only some steps are asked for: steps may share a file.
 
     >>> figures = summarise(TraceDataset("traces/"))
     >>> figures["samples"], figures["finish_reasons"], figures["rows"]
@@ -96,6 +97,7 @@ class Tally:
             self._step_rewards[trace.step].add(trace.reward)
         if trace.seconds is not None:
             self._seconds.add(trace.seconds)
+        if trace.seconds is not None and math.isfinite(trace.seconds):
             numbers = len(trace.token_ids), len(trace.completion_ids)
             self._add_slow(Slow(trace.seconds, trace.sample_id, *numbers, trace.finish_reason))
 
@@ -177,10 +179,11 @@ class Moments:
         """None without a number."""
         return self.total / self.count if self.count else None
 
-    def figures(self) -> dict[str, float] | None:
-        """None without a number; `std` divides by the count."""
+    def figures(self) -> dict[str, float | None] | None:
+        """None when nothing was added; `std` divides by the count. Without finite ones only counts are known."""
         if not self.count:
-            return None
+            unknown = dict.fromkeys(("mean", "std", "min", "max"))
+            return {"count": 0, **unknown, "not_finite": self._not_finite} if self._not_finite else None
         return {
             "count": self.count,
             "mean": self.total / self.count,

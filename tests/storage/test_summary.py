@@ -120,3 +120,13 @@ def test_moments_are_numpys_and_say_what_was_not_finite() -> None:
     assert figures["not_finite"] == 2
     expected = [1000, values.mean(), values.std(), values.min(), values.max()]
     assert [figures[name] for name in ("count", "mean", "std", "min", "max")] == pytest.approx(expected, rel=1e-9)
+
+
+def test_numbers_that_are_all_not_finite_are_not_the_same_as_none(tmp_path: Path) -> None:
+    dataset = written(tmp_path, [make_trace(0, sample, reward=math.nan, seconds=math.inf) for sample in range(2)])
+    figures = summarise(dataset)
+    nothing = {"count": 0, "mean": None, "std": None, "min": None, "max": None, "not_finite": 2}
+    assert figures["rewards"] == figures["seconds_per_sample"] == nothing
+    assert figures["slowest"] == []
+    json.dumps(figures, allow_nan=False)
+    assert Moments().figures() is None

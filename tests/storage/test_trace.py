@@ -142,3 +142,8 @@ def test_sql_finds_the_phase_from_the_columns(tmp_path: Path) -> None:
             "short": 1,
         }
     )
+
+
+def test_a_spec_made_of_a_list_equals_that_of_a_tuple() -> None:
+    sites = [Site("gate", 0, 4, 2)]
+    assert RoutingSpec(sites) == RoutingSpec(tuple(sites))  # type: ignore[arg-type]
