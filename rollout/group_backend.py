@@ -138,12 +138,22 @@ class GroupBackend(UpdatesByHalves):
             if self._life.wanted.asleep:
                 raise RuntimeError("update_weights while the ranks sleep; call wake(weights, version)")
             saved = self._save(source, version, force)
-            staged = self._life.ask_living("stage", *saved.where, version, force, check_finite)
+            staged = self._stage(saved, force, check_finite)
             try:
                 yield lambda in_flight, kv: self._apply(staged, saved, in_flight, kv)
             finally:
                 with contextlib.suppress(RankDiedError):  # nothing is left to be dropped
                     staged.ask("drop")
+
+    def _stage(self, saved: SavedWeights, force: bool, check_finite: bool) -> RankSet:
+        try:
+            return self._life.ask_living("stage", *saved.where, saved.version, force, check_finite)
+        except RankDiedError:
+            raise
+        except Exception:  # of a rank whose part is bad; the others hold theirs, and would refuse every later update
+            with contextlib.suppress(RuntimeError):
+                self.ranks.ask("drop")
+            raise
 
     def _apply(self, staged: RankSet, saved: SavedWeights, in_flight: InFlight, kv: KVMode) -> None:
         if in_flight == "wait" and self._life.wanted.paused:
@@ -170,6 +180,8 @@ class GroupBackend(UpdatesByHalves):
                 raise RuntimeError("wake() of ranks that do not sleep")
             saved = None if source is None else self._save(source, version, force)
             where = (None, False) if saved is None else saved.where
+            if saved is not None:  # ranks wake together: one that refused alone would keep the others waiting for ever
+                self._life.ask_living("check_weights", *where, version, force, check_finite)
             awake = self._life.ask_living("wake", *where, version, force, check_finite)
             self._life.reached(awake, asleep=0, weights=saved or before.weights)
 

@@ -173,6 +173,12 @@ class LocalBackend(UpdatesByHalves):
                 staged = self._built.stage_weights(source, version, force, check_finite, saved)  # type: ignore[arg-type]
             self._updates.wake(staged, version or 0)
 
+    def check_weights(
+        self, source: Any, version: int, *, force: bool = False, check_finite: bool = False, saved: bool | None = None
+    ) -> None:
+        """Raise what `wake` would raise for these weights; nothing changes."""
+        self._built.stage_weights(source, version, force, check_finite, saved)
+
     def _check_awake(self, what: str, remedy: str) -> None:
         if self._updates.asleep:
             raise RuntimeError(f"{what} while the engine sleeps; call {remedy}")

@@ -109,6 +109,10 @@ class RankServer:
         """See Backend.sleep."""
         self._backend.sleep(level, in_flight=in_flight)
 
+    def check_weights(self, directory: str, saved: bool, version: int, force: bool, check_finite: bool) -> None:
+        """Raise what `wake` would raise for these weights."""
+        self._backend.check_weights(directory, version, force=force, check_finite=check_finite, saved=saved)
+
     def wake(self, directory: str | None, saved: bool, version: int | None, force: bool, check_finite: bool) -> None:
         """See Backend.wake."""
         self._backend.wake(directory, version, force=force, check_finite=check_finite, saved=saved)

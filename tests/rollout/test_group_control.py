@@ -160,6 +160,22 @@ def test_sleep_and_wake(pair, model, expected, level, in_flight):
         pair.wake()
 
 
+def test_weights_that_one_rank_alone_refuses_leave_the_group_fit_for_the_next(model, other, expected_of_other):
+    good = AutoModelForCausalLM.from_pretrained(other).state_dict()
+    name = next(name for name in good if ".experts." in name)
+    bad = good | {name: good[name].clone()}
+    bad[name][-1] = torch.nan  # of an expert of the last rank
+    with RolloutClient.local(model, dp_size=2, **OPTIONS) as client:
+        with pytest.raises(ValueError, match="not finite"):
+            client.update_weights(bad, 1, check_finite=True)
+        client.update_weights(good, 1, check_finite=True)
+        client.sleep(level=2)
+        with pytest.raises(ValueError, match="not finite"):
+            client.wake(bad, 2, check_finite=True)
+        client.wake(good, 2, check_finite=True)
+        check_same(client.sample(PROMPTS, sampling_params=LONG, step=0), expected_of_other)
+
+
 def strike(client: RolloutClient, command: str, how: signal.Signals) -> None:
     """Rank 1 dies, or stands still, when the group's present ranks are asked for `command`."""
     ranks = client.backend.ranks  # type: ignore[attr-defined]
