@@ -45,7 +45,10 @@ class HttpEngine:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connections, self._timeout, self._attempts = connections, timeout, attempts
-        self._tls = ssl.create_default_context(cafile=ca_file)
+        try:
+            self._tls = ssl.create_default_context(cafile=ca_file)
+        except OSError as error:  # ssl.SSLError is one
+            raise ValueError(f"ca_file is {ca_file!r}, need a PEM file with certificates: {error}") from error
         self._session: aiohttp.ClientSession | None = None
 
     async def call(

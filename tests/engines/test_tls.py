@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from rollout import RolloutClient, SamplingParams
+from rollout.http_engine import HttpEngine
 from tests.engines.conftest import ENGINES
 from tests.engines.fakes import FakeServer
 
@@ -76,3 +77,12 @@ def test_a_certificate_for_another_host_is_refused_although_its_authority_is_giv
     with pytest.raises(Exception, match=r"TLS certificate is not trusted: .*127\.0\.0\.1"):
         connect(other, engine, model, ca_file=str(tmp_path / "10.0.0.1.pem"))
     other.stop()
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_ca_file_that_is_none_is_named(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=r"ca_file is .*ca\.pem.*, need a PEM file with certificates"):
+        HttpEngine("https://127.0.0.1:1", None, 1, 1.0, ca_file=str(file))
