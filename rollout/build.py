@@ -239,10 +239,12 @@ def _tested_runner(
         runner.states = StateLayers(model)
     _choose_cache(runner, reference, plain_attention, loaded)
     _use_graphs(runner, reference, options)
-    if options.batch_invariant and runner.own_caches is None:
-        check_batch_invariance(runner, reference, options.max_batch_tokens)
     if options.num_threads == "auto":
         choose_threads(runner, options.max_running_requests, candidates(2 if options.batch_invariant else None))
+        runner.resize(size)
+        runner.forget_all()
+    if options.batch_invariant and runner.own_caches is None:
+        check_batch_invariance(runner, reference, options.max_batch_tokens)
     runner.forget_all()
     if capturer is not None:
         capturer.seconds = 0.0  # the self-test's

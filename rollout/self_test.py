@@ -192,11 +192,13 @@ def engine_forward(runner: ModelRunner, tokens: list[int], chunks: list[int]) ->
 def time_decode(runner: ModelRunner, requests: int) -> float:
     """Seconds of a decode step of so many requests, the later ones of a short prompt; of a prompt where a model's state
     cannot be continued. Changes the size of the pool."""
-    prompt = [1] * PROMPT_LEN
+    vocab = len(runner.model.get_input_embeddings().weight)
     start = 0 if runner.whole_prompts else PROMPT_LEN - 1
     requests = max(1, min(requests, MAX_ROWS // (PROMPT_LEN - start)))
     runner.resize(requests * PROMPT_LEN)
-    works = _works([prompt] * requests, start, PROMPT_LEN - start)
+    firsts = range(13, 13 + requests * PROMPT_LEN, PROMPT_LEN)  # equal prompts would all hit the same few experts
+    prompts = [[7919 * (first + i) % vocab for i in range(PROMPT_LEN)] for first in firsts]
+    works = _works(prompts, start, PROMPT_LEN - start)
     begun = time.perf_counter()
     _run(runner, works)
     return time.perf_counter() - begun
