@@ -170,7 +170,8 @@ class VllmInProcess:
         return int(scheduler.requests[internal].num_output_tokens)
 
     async def condemn(self) -> None:
-        """Nothing: `open` builds another engine."""
+        """End it, with all that is under way: weights may be half loaded, and `open` builds another engine."""
+        await self.close()
 
     async def close(self) -> None:
         """Stop the thread and free the engine."""
@@ -194,7 +195,13 @@ class VllmInProcess:
     def _finish(self, output: Any) -> None:
         waiting = self._waiting.pop(output.request_id, None)
         if waiting is not None and waiting.reply.set_running_or_notify_cancel():
-            waiting.reply.set_result(_reply(waiting, output.outputs[0]))
+            try:
+                reply = _reply(waiting, output.outputs[0])
+            except Exception as error:  # nobody else would answer whoever waits for this one
+                why = f"vLLM's answer cannot be read: {type(error).__name__}: {error}"
+                waiting.reply.set_exception(EngineError(why))
+            else:
+                waiting.reply.set_result(reply)
 
     def _ended(self, error: Exception | None) -> None:
         """The thread's last act: what is under way fails, and the engine's memory is freed."""
