@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rollout.backend import SampleRequest
 from rollout.canary import sing
+from rollout.checkpoint_names import CheckpointNames
 from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
@@ -93,7 +96,11 @@ class SglangEngine:
         from safetensors.torch import save_file
 
         with tempfile.TemporaryDirectory(prefix="moe-rollout-") as folder:
-            tensors = {name: tensor.contiguous() for name, tensor in saved_form(source, self.model).items()}
+            tied = CheckpointNames(self.model.model).tied  # safetensors refuses names that share memory
+            tensors = {
+                name: tensor.clone(memory_format=torch.contiguous_format) if name in tied else tensor.contiguous()
+                for name, tensor in saved_form(source, self.model).items()
+            }
             await asyncio.to_thread(save_file, tensors, str(Path(folder) / "model.safetensors"))
             await self._load(folder, version)
 
