@@ -110,6 +110,8 @@ def bench(options: argparse.Namespace) -> int:
     peers = [name for name in options.peers.split(",") if name]
     if unknown := set(peers) - set(PEERS):
         raise ValueError(f"peers {sorted(unknown)} are unknown; choose among {list(PEERS)}")
+    if options.floor and (options.json or options.device != "cpu"):
+        raise ValueError("--floor measures the CPU and prints a table; leave out --json, and --device")
     chosen = BenchOptions(
         models=options.model or options.sizes.split(","),
         batches=[int(batch) for batch in options.batches.split(",")],
