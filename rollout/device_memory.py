@@ -15,12 +15,12 @@ class ParkedWeights:
 
     def __init__(self, model: Any, keep: bool) -> None:
         self._model = model
-        self._shapes: dict[str, torch.Size] = {}
+        self._forms: dict[str, torch.Tensor] = {}  # on no device: shapes, and strides that an engine may have chosen
         self._kept: dict[str, torch.Tensor] = {}
         self.keep = keep
         with torch.inference_mode(False):
             for name, tensor in _weights(model).items():
-                self._shapes[name] = tensor.shape
+                self._forms[name] = torch.empty_like(tensor, device="meta")
                 if keep:
                     self._kept[name] = tensor.detach().cpu()
                 tensor.data = tensor.new_empty(0)
@@ -30,8 +30,8 @@ class ParkedWeights:
         """Give each weight its memory again; filled from the host copy if there is one, else to be filled."""
         with torch.inference_mode(False):
             for name, tensor in _weights(self._model).items():
-                shape = self._shapes[name]
-                tensor.data = self._kept.pop(name).to(tensor.device) if self.keep else tensor.new_empty(shape)
+                empty = None if self.keep else torch.empty_like(self._forms[name], device=tensor.device)
+                tensor.data = self._kept.pop(name).to(tensor.device) if empty is None else empty
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
