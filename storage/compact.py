@@ -16,7 +16,7 @@ from storage.manifest import read_spec, step_of_folder
 from storage.open_folder import OpenFolder, new_place
 from storage.part_reader import PartReader
 from storage.retention import first_kept_step
-from storage.staging import staging_lock
+from storage.staging import rewriting, staging_lock
 from storage.store import LocalStore, Store
 from storage.trace import RoutingSpec
 
@@ -29,9 +29,11 @@ def compact(store: Store, max_bytes: int) -> list[str]:
     A pack is published like a step, under a name of its own, and only then the folders of its steps are deleted. Cut
     off in between, readers prefer the pack, and the next call deletes the rest.
     """
-    spec, catalog = read_spec(store), Catalog(store)
-    packs = [_pack(store, catalog, spec, steps, max_bytes) for steps in _runs(catalog, max_bytes)]
-    remove_superseded(store)
+    spec = read_spec(store)
+    with rewriting(store.root) if isinstance(store, LocalStore) else nullcontext():
+        catalog = Catalog(store)
+        packs = [_pack(store, catalog, spec, steps, max_bytes) for steps in _runs(catalog, max_bytes)]
+        remove_superseded(store)
     return packs
 
 
@@ -41,9 +43,12 @@ def archive(store: Store, before: int, max_bytes: int) -> list[str]:
     Published like a pack and preferred to the folders and packs it was made from, which are then deleted. Archives, and
     packs that reach `before`, stay as they are. Returns the names of the new packs.
     """
-    spec, catalog = read_spec(store), Catalog(store)
-    packs = [_pack(store, catalog, spec, steps, max_bytes, archive=True) for steps in _cold(catalog, before, max_bytes)]
-    remove_superseded(store)
+    spec = read_spec(store)
+    with rewriting(store.root) if isinstance(store, LocalStore) else nullcontext():
+        catalog = Catalog(store)
+        cold = _cold(catalog, before, max_bytes)
+        packs = [_pack(store, catalog, spec, steps, max_bytes, archive=True) for steps in cold]
+        remove_superseded(store)
     return packs
 
 

@@ -196,6 +196,9 @@ class TraceDataset:
 
         >>> ds.archive(before=100)
         ['pack-000000000-000000099-5c0f5c0f']
+
+        Raises:
+            DatasetInUseError: another process or thread compacts or archives this local dataset; it is left to go on.
         """
         packs = archive(self._sources.store, before, max_bytes)
         self.refresh()

@@ -20,7 +20,7 @@ class StepExistsError(DatasetError):
 
 
 class DatasetInUseError(DatasetError):
-    """Another process holds the lease of the dataset."""
+    """Another process holds the lease of the dataset, or compacts or archives it."""
 
 
 class DuplicateSampleError(DatasetError):

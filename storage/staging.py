@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from storage.durable import fsync_directory, write_durably
+from storage.errors import DatasetInUseError
 from storage.manifest import DATASET_FILE, dataset_json
 from storage.promises import Promises
 from storage.trace import RoutingSpec
@@ -104,6 +105,25 @@ def staging_lock(root: Path) -> Iterator[None]:
     """Exclusive among the threads and processes of this host; held while entries of `_staging` change."""
     (root / _STAGING).mkdir(exist_ok=True)
     descriptor = _lock(root / _STAGING)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def rewriting(root: Path) -> Iterator[None]:
+    """Held by whoever compacts or archives: a second one on this host would read folders that the first one deletes.
+
+    Raises:
+        DatasetInUseError: another process or thread holds it.
+    """
+    try:
+        descriptor = _lock(root, fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DatasetInUseError(
+            f"{root} is being compacted or archived by another; when it has ended, call again"
+        ) from error
     try:
         yield
     finally:

@@ -18,9 +18,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import DatasetError, ReplayBatch, RoutingSpec, Site, Trace, TraceDataset, TraceWriter, repair_dataset
+from storage import (
+    DatasetError,
+    DatasetInUseError,
+    ReplayBatch,
+    RoutingSpec,
+    Site,
+    Trace,
+    TraceDataset,
+    TraceWriter,
+    repair_dataset,
+)
 from storage.archive import from_archive, to_archive
 from storage.schema import to_table
+from storage.staging import rewriting
 from tests.storage.builders import SPEC, commit, make_trace, make_traces
 from tests.storage.toy import TOY, holed_trace, long_trace, toy_trace
 
@@ -284,3 +295,15 @@ def test_there_and_back(lengths: list[int | None], start: int, k: int) -> None:
     ]
     table = to_table(traces, spec).slice(start)
     assert from_archive(to_archive(table, spec), spec).equals(table, check_metadata=True)
+
+
+def test_a_second_archive_at_the_same_time_is_told_so(tmp_path: Path) -> None:
+    commit(tmp_path, 0, 1)
+    first, second = TraceDataset(tmp_path), TraceDataset(tmp_path)
+    with rewriting(tmp_path), pytest.raises(DatasetInUseError, match="being compacted or archived by another"):
+        first.archive(2)
+    with rewriting(tmp_path), pytest.raises(DatasetInUseError):
+        first.compact()
+    assert len(second.archive(2)) == 1
+    assert first.archive(2) == []  # its catalog was of before
+    assert (first.steps, first.verify()) == ([0, 1], [])
