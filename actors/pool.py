@@ -103,11 +103,16 @@ class ActorPool(UpdatesByHalves):
         self._closed = threading.Event()
         attempts = self._limits.max_attempts
         places = place(num_actors, dp_size, self._resources, self._limits.placement_seconds)
-        self._slots = [ActorSlot(index, self._start, attempts, placement) for index, placement in enumerate(places)]
+        self._slots: list[ActorSlot] = []
         try:
+            self._slots += [
+                ActorSlot(index, self._start, attempts, placement) for index, placement in enumerate(places)
+            ]
             self._info, *_ = [self._await_loaded(slot) for slot in self._slots]
         except BaseException:
             self.close()
+            for placement in places[len(self._slots) :]:
+                placement.remove()
             raise
 
     @property

@@ -19,6 +19,7 @@ from rollout.group_weights import SavedWeights, save
 from rollout.loader import check_files
 from rollout.rank_link import Death, Launch, RankDiedError, RankSet, launch_processes, members
 from rollout.rank_messages import Ended, RankStart
+from rollout.sharded_loader import check_divides
 from rollout.update_modes import (
     WAITS_FOR_EVER,
     InFlight,
@@ -56,6 +57,7 @@ class GroupBackend(UpdatesByHalves):
     ) -> None:
         self.options = EngineOptions(**engine_options)
         check_files(model)
+        check_divides(model, self.options.dp_size)
         self._model, self._launch, self._graphs = model, launch, graph_batches
         self._directory = tempfile.TemporaryDirectory(prefix="moe-rollout-group-")
         self._streams: set[GroupStream] = set()

@@ -30,17 +30,7 @@ def load_rank(path: str, dtype: Any, rank: int, size: int) -> Any:
     """
     config = AutoConfig.from_pretrained(path)
     plain: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    ranges: dict[int, ExpertRange] = {}
-    with torch.device("meta"):
-        for module in plain(config).modules():
-            if is_experts(module):
-                ranges[module.num_experts] = ExpertRange.of(rank, size, module.num_experts)
-    if len(ranges) != 1:
-        raise ValueError(
-            f"{plain.__name__} has {f'layers of {sorted(ranges)} experts' if ranges else 'no experts'} that go through "
-            "transformers' experts interface; this family cannot be divided among ranks, use dp_size=1"
-        )
-    (experts,) = ranges.values()
+    experts = _range_of(plain, config, rank, size)
     try:
         model, facts = _divided(plain, experts).from_pretrained(
             None, config=config, state_dict=dict(_own_tensors(path, experts)), dtype=dtype, output_loading_info=True
@@ -52,6 +42,28 @@ def load_rank(path: str, dtype: Any, rank: int, size: int) -> Any:
     if facts["missing_keys"]:
         raise ValueError(f"model {path!r}: weights such as {sorted(facts['missing_keys'])[0]!r} are in no file")
     return model.eval().requires_grad_(False)
+
+
+def check_divides(path: str, size: int) -> None:
+    """Raises the ValueError of `load_rank` before any rank is started; reads the config alone."""
+    config = AutoConfig.from_pretrained(path)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # what else there is, the loader names
+        _range_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, 0, size)
+
+
+def _range_of(plain: Any, config: Any, rank: int, size: int) -> ExpertRange:
+    ranges: dict[int, ExpertRange] = {}
+    with torch.device("meta"):
+        for module in plain(config).modules():
+            if is_experts(module):
+                ranges[module.num_experts] = ExpertRange.of(rank, size, module.num_experts)
+    if len(ranges) != 1:
+        raise ValueError(
+            f"{plain.__name__} has {f'layers of {sorted(ranges)} experts' if ranges else 'no experts'} that go through "
+            "transformers' experts interface; this family cannot be divided among ranks, use dp_size=1"
+        )
+    (experts,) = ranges.values()
+    return experts
 
 
 def _divided(plain: type, experts: ExpertRange) -> Any:

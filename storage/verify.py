@@ -57,7 +57,7 @@ def repair_dataset(root: Root) -> list[str]:
 
 def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
     owner: dict[str, int] = {}
-    superseded = _superseded(store)
+    superseded, owning = _readers_choice(store)
     for folder in sorted(store.committed().keys() - superseded):
         try:
             manifest = read_manifest(store, folder)
@@ -67,7 +67,7 @@ def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
         for file in manifest.files:
             yield from _file_problems(store, Place(f"{folder}/{file.path}", file, 0, file.rows), spec, manifest)
             yield from _step_problems(store, folder, file, manifest, spec)
-        for step, _ in manifest.steps:
+        for step in [step for step, _ in manifest.steps if owning.get(step, folder) == folder]:
             for sample_id in (sample_id for extent in manifest.extents(step) for sample_id in extent.sample_ids):
                 if sample_id in owner:
                     yield f"{store.url(folder)}: sample {sample_id!r} is in step {owner[sample_id]} too"
@@ -77,12 +77,14 @@ def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
             yield f"{store.url(folder)}/{name}: is not in the manifest"
 
 
-def _superseded(store: Store) -> set[str]:
-    """Folders that readers pass over; what is wrong with the manifests themselves is reported elsewhere."""
+def _readers_choice(store: Store) -> tuple[set[str], dict[int, str]]:
+    """Folders that readers pass over, and the one in which they read each step, of two packs that overlap, say; what is
+    wrong with the manifests themselves is reported elsewhere."""
     try:
-        return set(Catalog(store).superseded)
+        catalog = Catalog(store)
     except DatasetError:
-        return set()
+        return set(), {}
+    return set(catalog.superseded), {step: catalog.folder(step) for step in catalog.steps}
 
 
 def _file_problems(store: Store, place: Place, spec: RoutingSpec, manifest: Manifest) -> Iterator[str]:
