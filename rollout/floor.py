@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from storage.sites import find_routers
+
 READ_BYTES = 256 * 2**20  # more than any cache holds
 GEMM_SIZE = 2048
 REPEATS = 5
@@ -52,18 +54,12 @@ def _best(work: Callable[[], Any]) -> float:
 def weight_bytes_of_a_step(model: Any, batch: int) -> float:
     """Bytes of weights that one decode step reads: all but the embedding, and of the experts those that `batch` tokens
     hit, when each picks evenly."""
-    total = 0.0
+    site = find_routers(model)[0].site
+    hit = 1.0 - (1.0 - site.top_k / site.num_experts) ** batch
     embedding = model.get_input_embeddings().weight
+    total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is embedding and model.get_output_embeddings().weight is not embedding:
             continue
-        total += parameter.nbytes * (_hit(model.config, batch) if ".experts." in name else 1.0)
+        total += parameter.nbytes * (hit if ".experts." in name else 1.0)
     return total
-
-
-def _hit(config: Any, batch: int) -> float:
-    text = config.get_text_config()
-    experts = next(
-        value for name in ("num_experts", "num_local_experts", "n_routed_experts") if (value := getattr(text, name, 0))
-    )
-    return 1.0 - (1.0 - text.num_experts_per_tok / experts) ** batch

@@ -88,6 +88,9 @@ class HttpEngine:
         except aiohttp.ClientConnectorError as error:
             text = f"{where}: cannot connect: {error}; is the server up, and the url right?"
             raise _NotTakenError(text, EngineDeadError) from error
+        except aiohttp.ConnectionTimeoutError as error:
+            text = f"{where}: nothing accepts the connection; is the url right, and no firewall between?"
+            raise _NotTakenError(text, EngineDeadError) from error
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer within {self._timeout:g} s") from error
         except (aiohttp.ClientError, UnicodeDecodeError) as error:

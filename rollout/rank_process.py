@@ -143,9 +143,16 @@ class RankServer:
             number, ended = self._ended.get()
             self._entries.pop(number, None)
             if isinstance(ended, Request):
-                self._send(Ended(number, to_table([self._backend.trace(ended)], self.info.spec)))
+                self._send(self._ended_trace(number, ended))
             elif not self._backend.is_dead:
                 self._send(Ended(number, None, portable(ended)))
+
+    def _ended_trace(self, number: int, request: Request) -> Ended:
+        """Its trace, or what is wrong with it: the client waits for one of both."""
+        try:
+            return Ended(number, to_table([self._backend.trace(request)], self.info.spec))
+        except Exception as error:
+            return Ended(number, None, portable(error))
 
 
 def portable(error: BaseException) -> Exception:
