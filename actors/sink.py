@@ -133,8 +133,8 @@ class RemoteRecorder:
         run: Mapping[str, Any] | None = None,
         num_sinks: int = 1,
     ) -> None:
-        if num_sinks < 1:
-            raise ValueError(f"num_sinks is {num_sinks}, need at least 1")
+        if not isinstance(num_sinks, int) or num_sinks < 1:
+            raise ValueError(f"num_sinks is {num_sinks!r}, need an integer from 1")
         self._root, self._bound = str(root), outstanding_writes * num_sinks
         self._lock = threading.Lock()
         self._closed = False

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rollout.look_parser import add_look_commands
+from rollout.look_parser import add_look_commands, natural
 
 EPILOG = "Sample over Ray with `python -m actors.pipeline --config run.toml`."
 
@@ -68,7 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what a dataset holds: steps, samples, tokens, bytes, expert load")
     inspect.add_argument("dir", metavar="DIR", help="directory or URL (s3://bucket/traces)")
     inspect.add_argument("--step", type=int, metavar="N", help="only this step (default: all)")
-    inspect.add_argument("--slowest", type=int, default=5, metavar="N", help="how many to name (default: %(default)s)")
+    inspect.add_argument(
+        "--slowest", type=natural, default=5, metavar="N", help="how many to name (default: %(default)s)"
+    )
     inspect.add_argument("--json", action="store_true", help="all figures, for programs")
 
     verify = commands.add_parser("verify", help="check every file, checksum and row; exit code 1 on problems")
@@ -81,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     archive = commands.add_parser("archive", help="rewrite old steps in a smaller layout; readers see no difference")
     archive.add_argument("dir", metavar="DIR")
-    archive.add_argument("--before", type=int, required=True, metavar="N", help="steps below N")
+    archive.add_argument("--before", type=natural, required=True, metavar="N", help="steps below N")
 
     export = commands.add_parser("export", help="write the traces of a dataset in a trainer's format")
     export.add_argument("dir", metavar="DIR")

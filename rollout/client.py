@@ -121,8 +121,8 @@ class RolloutClient:
         from rollout.run_facts import run_facts
 
         _check_run(run)
-        if num_sinks < 1:
-            raise ValueError(f"num_sinks is {num_sinks}, need at least 1")
+        if not isinstance(num_sinks, int) or num_sinks < 1:
+            raise ValueError(f"num_sinks is {num_sinks!r}, need an integer from 1")
         wanted: dict[str, Any] = {
             "num_actors": num_actors,
             "num_cpus": num_cpus,

@@ -47,6 +47,13 @@ def _add_sources(command: Any) -> None:
     )
 
 
+def natural(text: str) -> int:
+    """An integer from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """An integer from 1."""
     if not text.isdecimal() or not int(text):

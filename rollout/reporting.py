@@ -20,6 +20,8 @@ class Reporter:
     """
 
     def __init__(self, engines: Callable[[], Figures], on_stats: OnStats | None = None) -> None:
+        if on_stats is not None and not callable(on_stats):
+            raise TypeError(f"on_stats is {on_stats!r:.80}, need something to call with the figures")
         self._engines, self._on_stats = engines, on_stats
         self._lock = threading.Lock()
         self._commits, self._seconds = 0, 0.0

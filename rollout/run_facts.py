@@ -24,6 +24,8 @@ def run_facts(
     >>> run_facts(backend, "path/to/qwen3-moe", "run", {"dtype": "float32"})["engine"]["max_batch_tokens"]
     2048
     """
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"run_config is {config!r:.80}, need a mapping of names to JSON values")
     info = backend.info
     facts = {
         "run": run,

@@ -19,6 +19,7 @@ _LOOKS_SECRET = re.compile(
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|(?:Bearer|Basic) +[\w\-+/=.~]{16,})",
     re.ASCII,
 )
+_ARGUMENT = re.compile(r"(?<![\w./-])(--[A-Za-z][\w.-]* +|-{0,2}[A-Za-z_][\w.-]*=)([^\s,;&]+)")
 _LOGIN = re.compile(r"(?<=://)[^/@\s]*@")
 _QUERY = re.compile(r"(?<=\w)\?[^\s]*")
 
@@ -26,6 +27,7 @@ _QUERY = re.compile(r"(?<=\w)\?[^\s]*")
 def without_secrets(value: Any, key: str = "") -> Any:
     """`value` as JSON values, texts under the keys of secrets replaced. Environment variables keep their names only.
 
+    A command line keeps the names of such arguments: `--api-key VALUE`, `api_key=VALUE`, `["--api-key", "VALUE"]`.
     A URL loses its login and its query, and what looks like a key of a known service is replaced wherever it is.
     Objects other than JSON's are named by their type, since their text might hold anything.
 
@@ -43,7 +45,10 @@ def without_secrets(value: Any, key: str = "") -> Any:
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if several:
-        return [without_secrets(each, key) for each in value]
+        items = list(value)
+        return [
+            without_secrets(each, _flag(before) or key) for before, each in zip([None, *items], items, strict=False)
+        ]
     if isinstance(value, str | float):
         return _clean(str(value))
     return f"<{type(value).__name__}>"
@@ -55,7 +60,13 @@ def is_secret(key: str) -> bool:
     return any(_SECRET.fullmatch(word) for word in words) or bool(words and words[-1] in _SECRET_LAST)
 
 
+def _flag(before: Any) -> str:
+    """The text before this item of a list, if it names a secret argument: `--api-key`."""
+    return before if isinstance(before, str) and before.startswith("--") and is_secret(before) else ""
+
+
 def _clean(text: str) -> str:
+    text = _ARGUMENT.sub(lambda found: found[1] + HIDDEN if is_secret(found[1]) else found[0], text)
     if "://" in text:
         text = _QUERY.sub("", _LOGIN.sub("", text))
     return _LOOKS_SECRET.sub(HIDDEN, text)

@@ -174,9 +174,11 @@ class TraceWriter:
             )
 
     def _step_exists(self, step: int) -> StepExistsError:
+        alone = self._store.size(f"{step_folder(step)}/{MANIFEST_FILE}") is not None  # not in a pack with others
+        again = f", or remove {self._store.url(step_folder(step))} to sample it again" if alone else ""
         return StepExistsError(
             f"step {step} is committed in {self.root} already, and a committed step never changes; go on "
-            f"with step {self.next_step()}, or remove {self._store.url(step_folder(step))} to sample it again"
+            f"with step {self.next_step()}{again}"
         )
 
     def _tables(self, traces: Sequence[Trace] | pa.Table) -> list[pa.Table]:

@@ -144,3 +144,10 @@ def test_a_users_error_is_one_line_and_exit_code_1(
     message = capsys.readouterr().err
     assert words in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("archive", "d", "--before", "-4"), ("inspect", "d", "--slowest", "-1")])
+def test_a_number_below_0_is_refused_by_name(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert f"argument {arguments[-2]}: '{arguments[-1]}' is not a whole number from 0" in capsys.readouterr().err

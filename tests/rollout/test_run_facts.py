@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -38,3 +40,21 @@ def test_a_client_of_a_server_notes_the_url_and_never_the_key(checkpoint: Callab
     assert "hunter2" not in text
     assert json.loads(text)["url"] == server.url
     assert json.loads(text)["engine"]["backend"] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"run_config": [1, 2]}, r"run_config is \[1, 2\], need a mapping"),
+        ({"on_stats": 3}, "on_stats is 3, need something to call"),
+    ],
+)
+def test_what_the_client_cannot_use_is_refused_before_sampling(option: dict[str, object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        RolloutClient.local(MODEL_PATH, **option)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
+def test_num_sinks_is_an_integer_from_1(number: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"num_sinks is {number!r}, need an integer from 1")):
+        RolloutClient.ray(MODEL_PATH, num_sinks=number)  # type: ignore[arg-type]

@@ -138,8 +138,15 @@ def test_what_is_no_secret_is_written_as_it_is() -> None:
     assert without_secrets({"rate": float("inf"), "password": 1234, "who": object()}) == {
         "rate": "inf", "password": HIDDEN, "who": "<object>",
     }  # fmt: skip
+    arguments = ["serve", "--api-key", "k1", "--port", "80", "--hf-token=k2", "--kv-tokens=64", ["x.password=k3", 4]]
+    assert without_secrets({"a": [{"args": arguments}], "cmd": "DB_PWD=k4 run --token k5 --key-size 8"}) == {
+        "a": [{"args": ["serve", "--api-key", HIDDEN, "--port", "80", f"--hf-token={HIDDEN}", "--kv-tokens=64",
+                        [f"x.password={HIDDEN}", 4]]}],
+        "cmd": f"DB_PWD={HIDDEN} run --token {HIDDEN} --key-size 8",
+    }  # fmt: skip
     for text in (
         "s3://bucket/traces",
+        "/data/key=4/part.parquet",
         "hf-internal-testing/tiny-random-MixtralForCausalLM",
         "/data/hf_models/qwen3-30b-a3b-instruct",
         "/data/skills-math-v2-verified.jsonl",

@@ -220,3 +220,14 @@ def test_killed_before_any_durable_operation(tmp_path: Path, action: str, states
         query = f"select count(*), count(distinct sample_id) from '{root}/*-*/*.parquet'"
         assert duckdb.sql(query).fetchall()[0][0] >= len(dataset)
     assert seen == states
+
+
+def test_nobody_is_told_to_remove_a_folder_that_is_in_a_pack(root: Path) -> None:
+    with (
+        TraceWriter(root, SPEC) as writer,
+        pytest.raises(StepExistsError, match=r"or remove .*step-000000001 to sample"),
+    ):
+        writer.write(make_traces(1), step=1)
+    TraceDataset(root).compact()
+    with TraceWriter(root, SPEC) as writer, pytest.raises(StepExistsError, match=r"go on with step 6$"):
+        writer.write(make_traces(1), step=1)
