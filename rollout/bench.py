@@ -49,6 +49,14 @@ class BenchOptions:
     peers: Sequence[str] = ("generate",)
     vllm: bool = False
 
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("prompt_len", "new_tokens", "repeats", "threads")}
+        for name, value in [*counts.items(), *(("batches", batch) for batch in self.batches)]:
+            if value < 1:
+                raise ValueError(f"{name} has {value}, need at least 1")
+        if not self.batches:
+            raise ValueError("batches is empty; give some, such as 16,64")
+
 
 class Measured(NamedTuple):
     """One variant in one round: sampled tokens per second with prefill, ms per forward, ms to the first token, and what

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from rollout.look import compare as compare
+from rollout.look_parser import positive
 from rollout.plot import plot as plot
 from rollout.plot import report as report
 from storage import TraceDataset, repair_dataset, verify_dataset
@@ -43,6 +44,8 @@ def sample(options: argparse.Namespace) -> int:
     prompts = read_prompts(options.prompts)
     if options.timeline and options.num_actors:
         raise ValueError("--timeline times the engine of this process; leave --num-actors out")
+    if options.timeline:
+        Path(options.timeline).open("a").close()  # what cannot be written fails before anything is sampled
     arguments: dict[str, Any] = {"traces": options.traces, "dtype": options.dtype}
     if options.num_actors:
         client = RolloutClient.ray(options.model, num_actors=options.num_actors, **arguments)
@@ -114,7 +117,7 @@ def bench(options: argparse.Namespace) -> int:
         raise ValueError("--floor measures the CPU and prints a table; leave out --json, and --device")
     chosen = BenchOptions(
         models=options.model or options.sizes.split(","),
-        batches=[int(batch) for batch in options.batches.split(",")],
+        batches=[positive(batch) for batch in options.batches.split(",") if batch],
         prompt_len=options.prompt_len,
         new_tokens=options.new_tokens,
         repeats=options.repeats,

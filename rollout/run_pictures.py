@@ -102,7 +102,7 @@ def smooth(values: Sequence[float] | np.ndarray, width: int) -> tuple[np.ndarray
 
 def timeline(paths: Sequence[str | Path]) -> Picture:
     """Some typical steps of each file in time, one panel per file."""
-    windows = {str(path): typical_window(read_timeline(path), WINDOW_STEPS) for path in paths}
+    windows = {str(path): _window(path) for path in paths}
     return Picture(
         "timeline",
         "Steps in time",
@@ -111,6 +111,15 @@ def timeline(paths: Sequence[str | Path]) -> Picture:
         f"Drawn are {WINDOW_STEPS} typical steps of each file.",
         lambda: _draw_timeline(windows),
     )
+
+
+def _window(path: str | Path) -> Sequence[StepSpan]:
+    window = typical_window(read_timeline(path), WINDOW_STEPS)
+    try:
+        hidden_share(window)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return window
 
 
 def _draw_timeline(windows: dict[str, Sequence[StepSpan]]) -> Figure:

@@ -7,6 +7,7 @@ are seconds since the first launch in the file.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ def read_timeline(path: str | Path) -> list[StepSpan]:
     """
     if not Path(path).is_file():
         raise ValueError(f"timeline {str(path)!r} does not exist; `moe-rollout sample --timeline FILE` writes one")
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     spans = [_span(str(path), number, line) for number, line in enumerate(lines, 1)]
     if not spans:
         raise ValueError(f"timeline {str(path)!r} holds no step; was anything sampled?")
@@ -80,8 +81,8 @@ def _span(path: str, number: int, line: str) -> StepSpan:
         span = StepSpan(int(row["step"]), int(row["tokens"]), float(row["launched"]), float(row["finalized"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} line {number}: no step of a timeline: {line:.80}") from error
-    if span.finalized < span.launched:
-        raise ValueError(f"{path} line {number}: step {span.step} was finalized before it was launched: {line:.80}")
+    if not span.launched <= span.finalized < math.inf:
+        raise ValueError(f"{path} line {number}: step {span.step} was not finalized after its launch: {line:.80}")
     return span
 
 

@@ -78,3 +78,19 @@ def test_vllm_that_is_not_installed_is_named_before_anything_runs(checkpoint, ca
 def test_an_unknown_size_is_no_checkpoint(size, capsys):
     assert main(["bench", "--sizes", size]) == 1
     assert "'tiny'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--repeats", "0", "repeats has 0, need at least 1"),
+        ("--threads", "-1", "threads has -1, need at least 1"),
+        ("--batches", "4,0", "'0' is not a whole number from 1"),
+        ("--batches", "", "batches is empty"),
+    ],
+)
+def test_counts_below_1_are_refused_before_a_model_is_made(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", option, value]) == 1
+    assert words in capsys.readouterr().err

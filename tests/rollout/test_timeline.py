@@ -11,6 +11,7 @@ import pytest
 from rollout.__main__ import main
 from rollout.client import RolloutClient
 from rollout.engine_stats import StepEvent
+from rollout.run_pictures import timeline
 from rollout.sampling import SamplingParams
 from rollout.timeline import (
     StepSpan,
@@ -68,13 +69,15 @@ def test_a_typical_window_holds_no_pause() -> None:
         ("", "holds no step"),
         ('{"step": 1}\n', r"timeline.jsonl line 1: no step of a timeline: {\"step\": 1}"),
         ("{}x", "line 1: no step"),
-        ('{"step": 1, "tokens": 2, "launched": 2.0, "finalized": 1.0}', "step 1 was finalized before it was launched"),
+        ('{"step": 1, "tokens": 2, "launched": 2.0, "finalized": 1.0}', "step 1 was not finalized after its launch"),
+        ('{"step": 1, "tokens": 2, "launched": NaN, "finalized": NaN}', "step 1 was not finalized after its launch"),
+        ("\udcff\udcfe\n", "timeline.jsonl line 1: no step"),
     ],
 )
 def test_another_file_is_no_timeline(content: str | None, words: str, tmp_path: Path) -> None:
     file = tmp_path / "timeline.jsonl"
     if content is not None:
-        file.write_text(content)
+        file.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=words):
         read_timeline(file)
 
@@ -101,3 +104,13 @@ def test_sample_writes_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(file.read_text().splitlines()[0])["tokens"] == 4
     assert main([*arguments, "--num-actors", "2"]) == 1
     assert "leave --num-actors out" in capsys.readouterr().err
+    traces = tmp_path / "traces"
+    assert main([*arguments[:-1], str(tmp_path / "missing" / "file"), "--traces", str(traces)]) == 1
+    assert not traces.exists()  # refused before anything was sampled
+
+
+def test_a_timeline_too_short_to_draw_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "short.jsonl"
+    file.write_text('{"step": 0, "tokens": 2, "launched": 0.0, "finalized": 1.0}')
+    with pytest.raises(ValueError, match=r"short.jsonl: 1 steps of which none was launched after"):
+        timeline([file])
