@@ -83,9 +83,9 @@ class Sink:
         self._staged.discard(step)
         self._writer.abandon(step)
 
-    def committed_steps(self) -> list[int]:
-        """See `Recorder.committed_steps`."""
-        return list(self._writer.committed_steps())
+    def taken_steps(self) -> list[int]:
+        """See `Recorder.taken_steps`."""
+        return list(self._writer.taken_steps())
 
     def close(self) -> None:
         """Release the dataset."""
@@ -145,9 +145,9 @@ class RemoteRecorder:
         self._sinks = [make.remote(self._root, spec, promises, run) for _ in range(num_sinks)]
         self._ask(self._sinks, "open")
 
-    def committed_steps(self) -> list[int]:
-        """Steps that readers can see, ascending."""
-        return self._ask(self._sinks[:1], "committed_steps")[0]
+    def taken_steps(self) -> list[int]:
+        """See `Recorder.taken_steps`."""
+        return self._ask(self._sinks[:1], "taken_steps")[0]
 
     def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
         """Send a reference to a sink; waits while `outstanding_writes` per sink are not done yet.

@@ -217,8 +217,8 @@ class Backend(Protocol):
 class Recorder(Protocol):
     """Where finished traces go. A step is staged by `write` and appears at once with `commit`."""
 
-    def committed_steps(self) -> list[int]:
-        """Steps that readers can see, ascending."""
+    def taken_steps(self) -> list[int]:
+        """Steps that cannot be written, ascending: the committed ones and, of those that were dropped, the last."""
 
     def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
         """Stage traces of `step`, without those that ended in an error; `rewards` by sample_id fill the reward column.

@@ -50,7 +50,7 @@ class RolloutClient:
             backend=backend,
             recorder=recorder,
             rewards=RewardRunner(reward_fn) if reward_fn is not None else None,
-            steps=StepLedger(recorder.committed_steps if recorder else list, unique=recorder is not None),
+            steps=StepLedger(recorder.taken_steps if recorder else list, unique=recorder is not None),
             closed=threading.Event(),
             reporter=Reporter(backend.figures, on_stats),
         )

@@ -38,9 +38,9 @@ class LocalRecorder:
         self._staged: set[int] = set()
         self._lock = threading.Lock()
 
-    def committed_steps(self) -> list[int]:
-        """Steps that readers can see."""
-        return self._writer.committed_steps()
+    def taken_steps(self) -> list[int]:
+        """Steps that cannot be written."""
+        return self._writer.taken_steps()
 
     def write(self, finished: Finished, step: int, rewards: dict[str, float] | None = None) -> None:
         """Stage traces; those that ended in an error are left out."""

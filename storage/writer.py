@@ -87,6 +87,12 @@ class TraceWriter:
             self._catalog.refresh()
             return list(self._catalog.steps)
 
+    def taken_steps(self) -> list[int]:
+        """Steps that cannot be written: the committed ones and, of those that were dropped, the last."""
+        steps = self.committed_steps()
+        first = self._catalog.first_step
+        return [first - 1, *steps] if first > 0 else steps
+
     def next_step(self) -> int:
         """One more than the largest step that is committed, dropped or open here; 0 for an empty dataset."""
         with self._lock:

@@ -57,9 +57,9 @@ def test_a_step_appears_with_its_commit_and_equals_what_was_sent(recorder: Remot
     traces = traces_of(step=0)
     recorder.write(remote(traces[:5]), 0)
     recorder.write(InMemory(traces[5:]), 0, rewards={traces[7].sample_id: 0.5})
-    assert recorder.committed_steps() == []
+    assert recorder.taken_steps() == []
     recorder.commit(0)
-    assert recorder.committed_steps() == [0]
+    assert recorder.taken_steps() == [0]
     assert count(root) == 8
     stored = TraceDataset(root)
     assert stored.verify() == []
@@ -76,7 +76,7 @@ def test_tables_are_never_fetched_by_the_recorder(recorder: RemoteRecorder) -> N
     finished = remote(traces_of(step=0))
     recorder.write(Unfetchable(finished.ref, finished.sample_ids), 0)
     recorder.commit(0)
-    assert recorder.committed_steps() == [0]
+    assert recorder.taken_steps() == [0]
 
 
 def test_a_trace_with_an_error_is_left_out(recorder: RemoteRecorder, root: Path) -> None:
@@ -94,7 +94,7 @@ def test_abandon_drops_a_step_and_leaves_others(recorder: RemoteRecorder, root: 
         recorder.write(remote(traces_of(step)), step)
     recorder.abandon(0)
     recorder.commit(1)
-    assert recorder.committed_steps() == [1]
+    assert recorder.taken_steps() == [1]
     recorder.write(remote(traces_of(0)), 0)
     recorder.commit(0)
     assert count(root) == 16
@@ -107,7 +107,7 @@ def test_a_failed_write_fails_the_commit_again_and_again_until_abandoned(recorde
     for _ in range(2):
         with pytest.raises(DuplicateSampleError, match=traces[2].sample_id):
             recorder.commit(0)
-    assert recorder.committed_steps() == []
+    assert recorder.taken_steps() == []
     recorder.abandon(0)
     recorder.write(remote(traces), 0)
     recorder.commit(0)
@@ -124,7 +124,7 @@ def test_the_next_write_raises_what_an_earlier_one_of_its_step_met(recorder: Rem
         with pytest.raises(DuplicateSampleError, match=traces[2].sample_id):
             recorder.write(remote(traces[5:]), 0)
     recorder.commit(1)
-    assert recorder.committed_steps() == [1]
+    assert recorder.taken_steps() == [1]
 
 
 class FullDisk(Sink):
@@ -184,7 +184,7 @@ def test_commit_tells_whether_anything_was_staged_as_in_process(root: Path, open
     recorder.write(InMemory([good, bad]), 0)
     assert recorder.commit(0) is True
     assert recorder.commit(0) is False
-    assert recorder.committed_steps() == [0]
+    assert recorder.taken_steps() == [0]
     recorder.close()
 
 
@@ -231,7 +231,7 @@ def test_a_sink_that_died_says_so_and_committed_steps_are_intact(recorder: Remot
     with pytest.raises(SinkDiedError, match=f"the actor that writes {root} died.*open the dataset again"):
         recorder.commit(1)
     again = actors.open_recorder(root, SPEC)
-    assert again.committed_steps() == [0]
+    assert again.taken_steps() == [0]
     again.write(remote(traces_of(1)), 1)
     again.commit(1)
     again.close()

@@ -63,10 +63,10 @@ def test_a_step_of_three_processes_appears_at_once(recorder: RemoteRecorder, roo
     ids = write_one_by_one(recorder, 0)
     other = write_one_by_one(recorder, 1)
     assert eventually(lambda: len(list((root / "_staging").iterdir())) == 2 * SINKS)
-    assert recorder.committed_steps() == []
+    assert recorder.taken_steps() == []
     assert recorder.commit(0) is True
     assert recorder.commit(0) is False
-    assert recorder.committed_steps() == [0]
+    assert recorder.taken_steps() == [0]
     assert len(list((root / "step-000000000").glob("*.parquet"))) == SINKS
     assert recorder.commit(1) is True
     dataset = TraceDataset(root)
@@ -87,7 +87,7 @@ def test_a_sample_sent_to_two_sinks_is_refused_by_the_commit(recorder: RemoteRec
     with pytest.raises(DuplicateSampleError, match=first.sample_id):
         recorder.commit(0)
     recorder.abandon(0)
-    assert (recorder.committed_steps(), list((root / "_staging").iterdir())) == ([], [])
+    assert (recorder.taken_steps(), list((root / "_staging").iterdir())) == ([], [])
     write_one_by_one(recorder, 0)
     assert recorder.commit(0) is True
     assert stored(root) == (12, 12)

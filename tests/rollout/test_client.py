@@ -148,3 +148,15 @@ def test_the_same_seed_and_step_draw_the_same_samples_again(client: RolloutClien
         again = second.sample(["1+2="], num_samples=8, sampling_params=LONG)
     assert [trace.completion_ids for trace in first] == [trace.completion_ids for trace in again]
     assert len({tuple(trace.completion_ids) for trace in first}) == 8
+
+
+def test_after_all_steps_were_dropped_the_next_one_is_sampled(tmp_path):
+    with RolloutClient.local(MODEL_PATH, traces=tmp_path) as client:
+        params = SamplingParams(max_tokens=2, temperature=0)
+        client.sample(["1+2="], sampling_params=params, step=4)
+        TraceDataset(tmp_path).keep_from(9)
+        (trace,) = client.sample(["1+2="], sampling_params=params)
+        assert trace.step == 9
+        with pytest.raises(StepExistsError, match="step 8"):
+            client.sample(["1+2="], sampling_params=params, step=8)
+    assert TraceDataset(tmp_path).steps == [9]
