@@ -118,7 +118,7 @@ def test_the_next_write_raises_what_an_earlier_one_of_its_step_met(recorder: Rem
     traces = traces_of(step=0)
     recorder.write(remote(traces[:3]), 0)
     recorder.write(remote(traces[2:]), 0)  # the third sample a second time
-    ray.wait(recorder._writes[0], num_returns=2, timeout=10)
+    ray.wait(recorder._writes[0], num_returns=2, timeout=120)
     recorder.write(remote(traces_of(step=1)), 1)
     for _ in range(2):
         with pytest.raises(DuplicateSampleError, match=traces[2].sample_id):
