@@ -212,10 +212,12 @@ class TraceWriter:
         for sample_id, count in Counter(sample_ids).items():
             if count > 1 or sample_id in staged:
                 raise DuplicateSampleError(f"sample_id {sample_id!r} was written to step {step} before")
-            self._check_not_committed(sample_id)
+            self._check_not_committed(sample_id, step)
 
-    def _check_not_committed(self, sample_id: str) -> None:
-        if (owner := self._committed.step_of(sample_id)) is not None:
+    def _check_not_committed(self, sample_id: str, step: int) -> None:
+        if (owner := self._committed.step_of(sample_id)) == step:  # committed since the caller looked
+            raise self._step_exists(step)
+        if owner is not None:
             raise DuplicateSampleError(f"sample_id {sample_id!r} is committed in step {owner} of {self.root} already")
 
     def _publish(self, step: int, open_step: OpenFolder) -> None:
@@ -225,7 +227,7 @@ class TraceWriter:
             self._committed.refresh()
             self._check_free(step)
             for sample_id in open_step.sample_ids:
-                self._check_not_committed(sample_id)
+                self._check_not_committed(sample_id, step)
             try:
                 open_step.publish()
             except FileExistsError as error:  # a writer on another host was faster

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -140,6 +141,21 @@ def test_two_processes_that_write_the_same_steps_commit_each_once(tmp_path: Path
     query = f"select count(*), count(distinct sample_id) from '{tmp_path}/*-*/*.parquet'"
     assert duckdb.sql(query).fetchall() == [(200, 200)]
     assert (TraceDataset(tmp_path).verify(), list((tmp_path / "_staging").iterdir())) == ([], [])
+
+
+def test_a_step_committed_between_two_looks_of_a_writer_exists_already(tmp_path: Path) -> None:
+    """The other writer commits after this one has seen that the step is free, before it compares sample_ids."""
+    with TraceWriter(tmp_path, SPEC) as slow, TraceWriter(tmp_path, SPEC) as fast:
+        check = slow._check_rows
+
+        def late(*arguments: Any) -> None:
+            fast.write(make_traces(0), step=0)
+            fast.commit(0)
+            check(*arguments)
+
+        slow._check_rows = late  # type: ignore[method-assign]
+        with pytest.raises(StepExistsError, match="step 0 is committed"):
+            slow.write(make_traces(0), step=0)
 
 
 def test_threads_share_a_writer(tmp_path: Path) -> None:
