@@ -86,8 +86,12 @@ def test_a_job_that_is_stopped_abandons_its_step_and_the_next_one_goes_on(addres
     (tmp_path / "job").mkdir()
     traces = tmp_path / "data" / "traces"
     options = '[engine]\ndtype = "float32"\n'
-    path = write_run(tmp_path / "job", steps=STEPS, milliseconds=11, model=str(REAL), traces=str(traces), extra=options)
-    submit(address, path, "first")
+
+    def run(steps: int) -> Path:
+        rest = {"milliseconds": 11, "model": str(REAL), "traces": str(traces), "extra": options}
+        return write_run(tmp_path / "job", steps=steps, **rest)
+
+    submit(address, run(STEPS), "first")
     assert eventually(lambda: (traces / "step-000000001").exists(), seconds=120), ray_job(address, "logs", "first")
     ray_job(address, "stop", "first")
     assert "STOPPED" in ray_job(address, "status", "first").upper()
@@ -98,6 +102,7 @@ def test_a_job_that_is_stopped_abandons_its_step_and_the_next_one_goes_on(addres
     assert list((traces / "_staging").iterdir()) == []
     assert TraceDataset(traces).verify() == []
     Lease(traces, owner="whoever comes next").release()
+    path = run(committed // 6 + 3)
     submit(address, path, "second")
     done = eventually(lambda: "SUCCEEDED" in ray_job(address, "status", "second").upper(), seconds=180)
     assert done, ray_job(address, "logs", "second")
