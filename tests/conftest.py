@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.s3 import bucket, url
+
+__all__ = ["bucket", "url"]
+
 # A wide initialisation makes attention and routing decisive, so that a wrong mask or id changes tokens.
 SHARED = {
     "vocab_size": 96,

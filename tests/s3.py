@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.request import urlopen
@@ -50,3 +51,16 @@ def s3_server() -> Iterator[str]:
                 yield "s3://traces"
             finally:
                 server.kill()
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The server's bucket, for one file of tests."""
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    """A dataset of its own for each test."""
+    return f"{bucket}/{uuid.uuid4().hex}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +11,9 @@ from rollout.tiny_moe import MODEL_PATH
 from storage import TraceDataset
 from storage.store import open_store
 from tests.actors.test_pipeline import driver, expected_ids, finish, write_run
-from tests.s3 import s3_server
 
 pytestmark = pytest.mark.full
 FAKE = ("-m", "tests.actors.fake_pipeline")
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
-
-
-@pytest.fixture
-def url(bucket: str) -> str:
-    return f"{bucket}/{uuid.uuid4().hex}"
 
 
 def assert_complete(url: str, steps: int) -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,7 @@ from storage.joint_writer import JointWriter
 from storage.object_store import ObjectStore
 from storage.store import open_store
 from storage.summary import summarise
-from tests.s3 import s3_server
 from tests.storage.builders import SPEC, make_trace, make_traces
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
-
-
-@pytest.fixture
-def url(bucket: str) -> str:
-    return f"{bucket}/{uuid.uuid4().hex}"
 
 
 def commit(url: str, *steps: int) -> None:
@@ -172,7 +159,6 @@ def test_steps_that_are_packed_between_two_pages_of_a_listing_are_not_missed(url
 KILLED = """
 import os, signal, sys
 from storage import TraceWriter
-from tests.s3 import s3_server
 from tests.storage.builders import SPEC, make_traces
 with TraceWriter(sys.argv[1], SPEC) as writer:
     writer.write(make_traces(0), step=0)
