@@ -99,7 +99,8 @@ def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups) ->
         weight = weight.transpose(-2, -1)
     padding = len(rows) - sum(groups.heights)
     out = rows.new_empty(len(rows), weight.shape[-2])
-    out[len(rows) - padding :] = 0
+    if padding:
+        out[-padding:] = 0
     heights = [*groups.heights, padding]
     for expert, given, made in zip(groups.experts, rows.split(heights), out.split(heights), strict=False):
         _product(given, weight[expert], made)

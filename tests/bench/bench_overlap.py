@@ -49,7 +49,12 @@ def work_of(seconds: float) -> Work:
     for _ in range(50):
         encode(rows)
     count = max(1, round(50 * seconds / (time.perf_counter() - begun)))
-    return lambda: [encode(rows) for _ in range(count)] and None
+
+    def work() -> None:
+        for _ in range(count):
+            encode(rows)
+
+    return work
 
 
 def decode(rig: Rig, overlap: bool, batch: int, new_tokens: int, work: Work | None) -> Run:
