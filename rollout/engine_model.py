@@ -21,7 +21,8 @@ class EngineModel:
     >>> facts.sites(np.zeros((7, facts.num_layers, facts.spec.top_k), np.int32), "run/0/0-0/0").shape
     (7, 8, 2)
 
-    `model` lies on torch's meta device: names and shapes of the weights, no values.
+    `model` lies on torch's meta device: names and shapes of the weights, no values. `tokenizer` is None when the
+    checkpoint has none.
     """
 
     path: str
@@ -30,8 +31,13 @@ class EngineModel:
     max_positions: int
     num_layers: int
     model: Any
-    has_tokenizer: bool
+    tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether completions have a text."""
+        return self.tokenizer is not None
 
     def sites(self, layers: np.ndarray, name: str) -> np.ndarray:
         """The MoE sites `[rows, sites, K]` of an engine's `[rows, decoder layers, K]`; dense layers read zero there.
@@ -78,6 +84,6 @@ def describe_model(path: str, trust_remote_code: bool = False) -> EngineModel:
         max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
         num_layers=int(text.num_hidden_layers),
         model=model,
-        has_tokenizer=load_tokenizer(path, trust_remote_code) is not None,
+        tokenizer=load_tokenizer(path, trust_remote_code),
         eos_token_ids=eos_token_ids(model),
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from rollout.backend import SampleRequest
 from rollout.engine_model import EngineModel
+from rollout.stops import completion_text
 from storage.trace import FINISH_REASONS, FinishReason, Trace, WeightSpan, expected_rows
 from storage.validate import validate_trace
 
@@ -41,7 +42,6 @@ class EngineReply:
     stop_reason: int | str | None = None
     versions: Sequence[tuple[int, int, int]] = ()
     recomputed: bool = False
-    text: str | None = None
 
 
 def trace_of(
@@ -51,7 +51,7 @@ def trace_of(
     version: int,
     retractions: Literal["refuse", "invalidate"] = "refuse",
 ) -> Trace:
-    """The checked trace of a reply.
+    """The checked trace of a reply. Its text is decoded here: not every engine sends one, and none the same.
 
     Args:
         version: the weights' version when the reply names none.
@@ -96,7 +96,7 @@ def trace_of(
         weight_versions=_row_spans(reply, len(request.prompt_ids)),
         seed=request.seed,
         sampling_params=params.model_dump(mode="json"),
-        text=reply.text,
+        text=completion_text(model.tokenizer, reply.output_ids, reply.stop_reason),
         metadata=request.metadata,
     )
     checked = validate_trace(trace, model.spec, reply.logprob_ids)

@@ -105,7 +105,6 @@ def sglang_reply(request: SampleRequest, body: Any, model: EngineModel) -> Engin
         stop_reason=matched if isinstance(matched, str) or matched in request.sampling_params.stop_token_ids else None,
         versions=spans,
         recomputed=bool(meta.get("num_retractions")),
-        text=body.get("text") if model.has_tokenizer else None,
     )
 
 

@@ -84,6 +84,17 @@ class _TextTail:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False) if tokens else ""
 
 
+def completion_text(tokenizer: Any, ids: Sequence[int], stop_reason: int | str | None) -> str | None:
+    """The text of a completion, cut at the stop string that ended it; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
+    if not isinstance(stop_reason, str):
+        return text
+    before = tokenizer.decode(list(ids[:-1]), skip_special_tokens=True)
+    return cut_at_stop(text, stop_reason, len(before.rstrip(PARTIAL)))
+
+
 def cut_at_stop(text: str, stop: str, known: int) -> str:
     """`text` up to the stop string that its last token completed; the first `known` characters came before that token.
 

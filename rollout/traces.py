@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollout.request import Request
-from rollout.stops import PARTIAL, cut_at_stop
+from rollout.stops import completion_text
 from storage.trace import Trace
 
 
@@ -54,20 +54,10 @@ def _routes(request: Request) -> np.ndarray | None:
 
 def _text_or_error(request: Request, tokenizer: Any) -> str | None:
     try:
-        return _text(request, tokenizer)
+        return completion_text(tokenizer, request.output_ids, request.stop_reason)
     except Exception as error:  # a tokenizer that cannot decode what the model drew: this request's error alone
         request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
         return None
-
-
-def _text(request: Request, tokenizer: Any) -> str | None:
-    if tokenizer is None:
-        return None
-    text: str = tokenizer.decode(request.output_ids, skip_special_tokens=True)
-    if not isinstance(request.stop_reason, str):
-        return text
-    before = tokenizer.decode(request.output_ids[:-1], skip_special_tokens=True)
-    return cut_at_stop(text, request.stop_reason, len(before.rstrip(PARTIAL)))
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

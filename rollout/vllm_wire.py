@@ -115,7 +115,6 @@ def vllm_reply(request: SampleRequest, body: Any, version: int) -> EngineReply:
         finish_reason=finish,
         stop_reason=vllm_stop_reason(request, ids, finish, choice.get("stop_reason")),
         versions=[(version, 0, len(ids))],
-        text=choice.get("text"),
     )
 
 

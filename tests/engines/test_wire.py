@@ -21,7 +21,7 @@ from storage import RoutingSpec, Trace, validate_trace
 from tests.engines.fakes import SGLANG, VLLM
 
 SPEC = RoutingSpec.uniform(num_sites=8, num_experts=32, top_k=4)
-MODEL = EngineModel("m", SPEC, 4096, 512, num_layers=8, model=None, has_tokenizer=False)
+MODEL = EngineModel("m", SPEC, 4096, 512, num_layers=8, model=None)
 PROMPT = tuple(range(2, 14))
 
 
@@ -118,7 +118,7 @@ def test_a_dense_first_layer_is_taken_out():
     sites = RoutingSpec(
         tuple(s._replace(layer=s.layer + 1) for s in RoutingSpec.uniform(num_sites=2, num_experts=4, top_k=2).sites)
     )
-    model = EngineModel("m", sites, 10, 512, num_layers=3, model=None, has_tokenizer=False)
+    model = EngineModel("m", sites, 10, 512, num_layers=3, model=None)
     assert model.sites(layers, "r").tolist() == [[[1, 2], [3, 0]]] * 3
     with pytest.raises(ValueError, match="r: routes have shape"):
         model.sites(layers[:, 1:], "r")
