@@ -15,7 +15,7 @@ from rollout.config import EngineOptions
 from rollout.figures import Figures, merge
 from rollout.group_life import GroupLife
 from rollout.group_stream import GroupStream
-from rollout.group_weights import SavedWeights, save
+from rollout.group_weights import SavedWeights, discard, save
 from rollout.loader import check_files
 from rollout.rank_link import Death, Launch, RankDiedError, RankSet, launch_processes, members
 from rollout.rank_messages import Ended, RankStart
@@ -139,13 +139,13 @@ class GroupBackend(UpdatesByHalves):
         with self._turns.take(f"update_weights to version {version!r}"):
             if self._life.wanted.asleep:
                 raise RuntimeError("update_weights while the ranks sleep; call wake(weights, version)")
-            saved = self._save(source, version, force)
-            staged = self._stage(saved, force, check_finite)
-            try:
-                yield lambda in_flight, kv: self._apply(staged, saved, in_flight, kv)
-            finally:
-                with contextlib.suppress(RankDiedError):  # nothing is left to be dropped
-                    staged.ask("drop")
+            with self._saved(source, version, force) as saved:
+                staged = self._stage(saved, force, check_finite)
+                try:
+                    yield lambda in_flight, kv: self._apply(staged, saved, in_flight, kv)
+                finally:
+                    with contextlib.suppress(RankDiedError):  # nothing is left to be dropped
+                        staged.ask("drop")
 
     def _stage(self, saved: SavedWeights, force: bool, check_finite: bool) -> RankSet:
         try:
@@ -180,12 +180,17 @@ class GroupBackend(UpdatesByHalves):
             before = self._life.wanted
             if not before.asleep:
                 raise RuntimeError("wake() of ranks that do not sleep")
-            saved = None if source is None else self._save(source, version, force)
-            where = (None, False) if saved is None else saved.where
-            if saved is not None:  # ranks wake together: one that refused alone would keep the others waiting for ever
-                self._life.ask_living("check_weights", *where, version, force, check_finite)
-            awake = self._life.ask_living("wake", *where, version, force, check_finite)
-            self._life.reached(awake, asleep=0, weights=saved or before.weights)
+            if source is None:
+                self._wake(before.weights, (None, False), version, force, check_finite)
+                return
+            with self._saved(source, version, force) as saved:
+                # ranks wake together: one that refused alone would keep the others waiting for ever
+                self._life.ask_living("check_weights", *saved.where, version, force, check_finite)
+                self._wake(saved, saved.where, version, force, check_finite)
+
+    def _wake(self, weights: SavedWeights | None, where: tuple[str | None, bool], *how: Any) -> None:
+        awake = self._life.ask_living("wake", *where, *how)
+        self._life.reached(awake, asleep=0, weights=weights)
 
     def rank_stats(self) -> list[dict[str, Any]]:
         """Counts of each rank; see RankServer.stats."""
@@ -210,10 +215,17 @@ class GroupBackend(UpdatesByHalves):
         self._directory.cleanup()
         atexit.unregister(self.close)
 
-    def _save(self, source: Any, version: Any, force: bool) -> SavedWeights:
-        weights = self._life.wanted.weights
-        check_version(version, weights.version if weights is not None else 0, force)
-        return save(source, version, self._directory.name)
+    @contextlib.contextmanager
+    def _saved(self, source: Any, version: Any, force: bool) -> Iterator[SavedWeights]:
+        """Weights that an update is to bring; in the end the disk holds those that ranks may be started with."""
+        before = self._life.wanted.weights
+        check_version(version, before.version if before is not None else 0, force)
+        saved = save(source, version, self._directory.name)
+        try:
+            yield saved
+        finally:
+            self._life.begun()
+            discard(before if self._life.wanted.weights is saved else saved, self._directory.name)
 
     def _new_ranks(self, on_ended: Callable[[Ended], None], on_death: Death) -> tuple[RankSet, list[RankStart]]:
         options = self.options

@@ -112,6 +112,11 @@ class GroupLife:
         self._want(ranks, **state)
         self._settle()
 
+    def begun(self) -> None:
+        """Return when no ranks are being started: those that are later read the state that is wanted now."""
+        with self._begins:
+            pass
+
     def close(self) -> None:
         """Stop the ranks, and wait a moment for what they still deliver."""
         with self._changed:
@@ -120,8 +125,7 @@ class GroupLife:
             if self._starting is not None:
                 self._starting.kill()
             self._changed.notify_all()
-        with self._begins:
-            pass
+        self.begun()
         if ranks is not None:
             with contextlib.suppress(RankDiedError):
                 ranks.ask("pause", "abort")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,22 @@ def save(source: Any, version: int, parent: str) -> SavedWeights:
     """
     if isinstance(source, (str, Path)):
         return SavedWeights(str(Path(source).resolve()), version, True)
-    directory = Path(tempfile.mkdtemp(prefix=f"weights-{version}-", dir=parent))
+    directory = Path(tempfile.mkdtemp(prefix=f"weights-{version}-", dir=Path(parent).resolve()))
+    try:
+        _write_all(source, directory)
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
+    return SavedWeights(str(directory), version, False)
+
+
+def discard(weights: SavedWeights | None, parent: str) -> None:
+    """Delete what `save` wrote in `parent`, once nobody is to read it again; a checkpoint of the caller's stays."""
+    if weights is not None and Path(weights.directory).parent == Path(parent).resolve():
+        shutil.rmtree(weights.directory)
+
+
+def _write_all(source: Any, directory: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     seen: set[str] = set()
     with contextlib.closing(named_tensors(source)) as named:
@@ -51,7 +67,6 @@ def save(source: Any, version: int, parent: str) -> SavedWeights:
             if sum(t.nbytes for t in tensors.values()) > MAX_FILE_BYTES:
                 _write(directory, tensors)
     _write(directory, tensors)
-    return SavedWeights(str(directory), version, False)
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -117,6 +117,11 @@ def changed(model, seed):
     return other
 
 
+def written(client):
+    """Directories of weights that the group's front end keeps on disk."""
+    return [path.name for path in Path(client.backend._directory.name).glob("weights-*")]
+
+
 def test_an_update_reaches_all_ranks_or_none(model, pair, alone, tmp_path):
     path = model("qwen3_moe")
     other = changed(path, 1)
@@ -125,14 +130,20 @@ def test_an_update_reaches_all_ranks_or_none(model, pair, alone, tmp_path):
         pair.update_weights(incomplete, 1)
     with pytest.raises(ValueError, match="need 8 experts"):
         pair.update_weights({n: t[:4] if ".experts." in n else t for n, t in other.state_dict().items()}, 1)
+    with pytest.raises(ValueError, match="comes twice"):
+        pair.update_weights(iter([*other.state_dict().items()] * 2), 1)
+    assert written(pair) == []
     check_same(sample(pair, SEEDED), alone("qwen3_moe", SEEDED))
     pair.update_weights(other.state_dict(), 1)
+    assert [name[:9] for name in written(pair)] == ["weights-1"]
     found = sample(pair, SEEDED)
     other.save_pretrained(tmp_path)
     with RolloutClient.local(tmp_path, **SMALL) as client:
         check_same(found, sample(client, SEEDED))
     assert {span.version for trace in found for span in trace.weight_versions} == {1}
     pair.update_weights(path, 2)  # numbered experts, from the files
+    assert written(pair) == []
+    assert (path / "config.json").exists()
     check_same(sample(pair, SEEDED), alone("qwen3_moe", SEEDED))
 
 
@@ -245,7 +256,11 @@ def test_a_rank_that_dies_or_stands_still_costs_no_sample(model, how):
 def test_a_group_that_is_started_again_has_the_current_weights(model):
     path = model("qwen3_moe")
     with RolloutClient.local(path, dp_size=2, **SMALL) as client:
-        client.update_weights(changed(path, 1).state_dict(), 5)
+        for version, seed in ((3, 3), (4, 2), (5, 1)):
+            client.update_weights(changed(path, seed).state_dict(), version)
+        with pytest.raises(ValueError, match="nothing was changed"):
+            client.update_weights({"no.such.weight": torch.zeros(1)}, 6)
+        assert [name[:9] for name in written(client)] == ["weights-5"]
         before = sample(client, GREEDY)
         client.backend.ranks.links[0].process.kill()
         after = sample(client, GREEDY)
