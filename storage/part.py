@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.manifest import PartFile
+from storage.row_groups import ONE_SAMPLE_BYTES, ROW_GROUP_SAMPLES
 
 Compression = Literal["zstd", "none"]
-ROW_GROUP_SAMPLES = 16
 ROW_GROUP_BYTES = 32 << 20
 _REPETITIVE = ("group_id", "step", "weight_version", "finish_reason", "stop_reason", "sampling_params")
 _SMALL = ("sample_id", "group_id", "step", "weight_version", "finish_reason", "reward")
@@ -44,7 +44,8 @@ class PartWriter:
         return self._file.tell()
 
     def write(self, table: pa.Table) -> None:
-        """Append samples; full row groups go to disk."""
+        """Append samples; full row groups go to disk. ValueError for a sample that no reader would take."""
+        _check_sizes(table)
         self.sample_ids += table.column("sample_id").to_pylist()
         self._pending = pa.concat_tables([self._pending, table])
         self._pending_bytes += table.nbytes
@@ -75,6 +76,15 @@ class PartWriter:
         self._parquet.write_table(self._pending.slice(0, rows).combine_chunks(), row_group_size=rows)
         self._pending = self._pending.slice(rows)
         self._pending_bytes = self._pending.nbytes if len(self._pending) else 0
+
+
+def _check_sizes(table: pa.Table) -> None:
+    limit = ONE_SAMPLE_BYTES - (ONE_SAMPLE_BYTES >> 4)  # Parquet adds levels, at most two bits a value
+    rows = range(len(table)) if table.nbytes > limit else ()
+    for row in (table.slice(row, 1) for row in rows):
+        if row.nbytes > limit:
+            name = row.column("sample_id")[0].as_py()
+            raise ValueError(f"sample {name!r} has {row.nbytes} bytes, a row group holds {limit}; sample fewer tokens")
 
 
 class DigestFile:

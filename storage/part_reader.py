@@ -15,6 +15,7 @@ from storage.archive import archive_schema, from_archive, is_archived, stored_na
 from storage.columns import PER_TOKEN
 from storage.errors import DamagedDataError, DatasetError, MissingDataError
 from storage.filters import columns_with
+from storage.row_groups import check_row_group, check_row_groups
 from storage.schema import check_same_spec, conform, from_table, spec_of, table_problems, trace_schema
 from storage.store import Store
 from storage.trace import RoutingSpec, Trace
@@ -66,6 +67,7 @@ class PartReader:
     def row_group(self, group: int) -> pa.Table:
         """One row group."""
         with self._naming_the_file():
+            check_row_group(self._parquet.metadata, group)
             table = self._parquet.read_row_group(group, use_threads=False)
             return conform(from_archive(table, self._spec) if self.archived else table)
 
@@ -104,6 +106,7 @@ class PartReader:
     ) -> Iterator[pa.RecordBatch]:
         options = pads.ParquetFragmentScanOptions(page_checksum_verification=True, pre_buffer=False)
         with self._naming_the_file():
+            check_row_groups(self._parquet.metadata, {*columns, *columns_with([], filter)})
             fragment = pads.ParquetFileFormat(default_fragment_scan_options=options).make_fragment(self._file)
             scanner = fragment.scanner(
                 schema=schema,
