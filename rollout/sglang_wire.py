@@ -20,6 +20,14 @@ from rollout.rng import stream_key
 
 MIN_VERSION = (0, 5)
 CAPTURE_FLAG = "--enable-return-routed-experts"
+OFF = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 UNFILTERED = "its logprobs are those before this filter, not of the distribution sampled from"
 UNMEASURED = "its meaning there differs or was never compared with this engine's"
 
@@ -51,13 +59,15 @@ def sglang_capabilities(engine: str) -> Capabilities:
 def sglang_payload(request: SampleRequest, request_id: str) -> dict[str, Any]:
     """The body of `/generate` for one sequence, also the arguments of `Engine.async_generate`.
 
-    One request per sample, never `n`: SGLang gives the n sequences ids of its own, which nobody could abort.
+    One request per sample, never `n`: SGLang gives the n sequences ids of its own, which nobody could abort. What is
+    left out a server would fill from its --preferred-sampling-params, so filters and penalties are said to be off.
     """
     p = request.sampling_params
     sampling = {
         "max_new_tokens": p.max_tokens,
         "min_new_tokens": p.min_tokens,
         "temperature": p.temperature,
+        **OFF,
         "sampling_seed": stream_key(request.seed, request.stream_id or request.sample_id) & (2**31 - 1),
         "ignore_eos": p.ignore_eos,
         "stop": list(p.stop),

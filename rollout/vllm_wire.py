@@ -19,13 +19,12 @@ from rollout.rng import stream_key
 
 CAPTURE_FLAG = "--enable-return-routed-experts"
 TOKEN_PREFIX = "token_id:"
+SAID = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters that vLLM calls by the same name, sent always: `/v1/completions` fills those that are left out
+from the checkpoint's generation_config.json."""
 PASSED = (
-    "top_p",
-    "top_k",
-    "min_p",
     "min_tokens",
     "ignore_eos",
-    "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "allowed_token_ids",
@@ -33,7 +32,7 @@ PASSED = (
     "stop_token_ids",
     "stop",
 )
-"""Sampling parameters that vLLM calls by the same name; sent when they differ from their defaults."""
+"""Others; sent when they differ from their defaults."""
 
 
 def vllm_capabilities(engine: str, *, stop_strings: bool, version_spans: bool) -> Capabilities:
@@ -61,6 +60,7 @@ def vllm_sampling(request: SampleRequest) -> dict[str, Any]:
     changed = {
         name: getattr(p, name) for name in PASSED if getattr(p, name) != type(p).model_fields[name].get_default()
     }
+    changed |= {name: getattr(p, name) for name in SAID}
     if request.routed_experts_start_len:
         changed["routed_experts_prompt_start"] = request.routed_experts_start_len
     return {

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from rollout import RolloutClient, RouterReplay, SamplingParams
 from storage import ReplayBatch, Trace, TraceDataset
@@ -29,7 +30,12 @@ def deployment(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def model(deployment: tuple[str, str], checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(deployment[0], **WIDER)
+    """With sampling defaults of its own, which a server takes for what a request leaves out."""
+    path = checkpoint(deployment[0], **WIDER)
+    defaults = GenerationConfig.from_pretrained(path)
+    defaults.update(do_sample=True, top_k=3, top_p=0.5, repetition_penalty=1.5)
+    defaults.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")

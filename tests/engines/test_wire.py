@@ -61,9 +61,24 @@ def test_a_recorded_abort_has_the_rows_of_its_28_tokens():
 
 def test_the_vllm_bodies_have_the_keys_that_were_accepted_when_recorded():
     assert generate_body(request(), "rx-1", "tiny").keys() == VLLM["generate_request"].keys()
-    asked = VLLM["generate_request"]["sampling_params"].keys() | {"top_p"}
+    filters = {"top_p", "top_k", "min_p", "repetition_penalty"}
+    asked = VLLM["generate_request"]["sampling_params"].keys() | filters
     assert generate_body(request(top_p=0.9, ignore_eos=True), "rx-1", "tiny")["sampling_params"].keys() <= asked
-    assert completions_body(request(ignore_eos=True), "tiny").keys() <= VLLM["completions_request"].keys()
+    assert completions_body(request(ignore_eos=True), "tiny").keys() <= VLLM["completions_request"].keys() | filters
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        completions_body(request(), "tiny"),
+        generate_body(request(), "rx-1", "tiny")["sampling_params"],
+        sglang_payload(request(), "rx-1")["sampling_params"],
+    ],
+)
+def test_filters_that_are_off_are_said_to_be_off_since_servers_fill_what_is_left_out(said):
+    assert (said["temperature"], said["top_p"], said["min_p"], said["repetition_penalty"]) == (1, 1, 0, 1)
+    assert said["top_k"] in (0, -1)
+    assert completions_body(request(top_k=5, repetition_penalty=1.5), "tiny")["top_k"] == 5
 
 
 def test_samples_of_one_prompt_and_equal_samples_of_two_prompts_have_seeds_of_their_own():
