@@ -25,6 +25,13 @@ class Song(NamedTuple):
     layers: np.ndarray
 
 
+def one_choice(vocab_size: int) -> SampleRequest:
+    """A token drawn from the likeliest one alone: its logprob is 0 in the distribution that it was sampled from."""
+    prompt = np.random.default_rng(PROMPTS).integers(0, vocab_size, PROMPT_TOKENS)
+    params = SamplingParams(temperature=1.0, top_k=1, max_tokens=1, ignore_eos=True, seed=0)
+    return SampleRequest("canary/0/sure/0", 0, tuple(map(int, prompt)), params)
+
+
 async def sing(
     generate: Callable[[SampleRequest, str], Awaitable[EngineReply]], vocab_size: int, names: Callable[[], str]
 ) -> list[Song]:

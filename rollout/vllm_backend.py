@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rollout.backend import SampleRequest
-from rollout.canary import sing
+from rollout.canary import one_choice, sing
 from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
@@ -39,29 +39,45 @@ class VllmHttp:
     async def open(self) -> int:
         """Check version, model and flags, then with small requests that routes of this model come back."""
         try:
-            number = str((await self._http.call("GET", "/version"))["version"])
+            await self._look()
+            await self._probe()
         except EngineDeadError as error:
             raise EngineDeadError(f"{error} Start it as: {START}") from error
+        except (ValueError, EngineError) as error:
+            raise ValueError(
+                f"{self._http.url} cannot serve model {self.model.path!r} with routes: {error}. Start it as: {START}"
+            ) from error
+        return self._version
+
+    async def _look(self) -> None:
+        """What the server says of itself."""
+        number = str((await self._http.call("GET", "/version"))["version"])
         check_version("vLLM", number, MIN_VERSION)
         self.capabilities = self._capabilities(f"vLLM {number}")
         (served, *_) = (await self._http.call("GET", "/v1/models"))["data"]
         self._name = served["id"]
         self.max_sequence_tokens = int(served.get("max_model_len") or self.max_sequence_tokens)
         self._version = await self.weight_version()
-        await self._probe()
-        return self._version
 
     async def weight_version(self) -> int:
         """`GET /weight_info`; ValueError when its text is no number."""
         return version_number((await self._http.call("GET", "/weight_info"))["weight_version"])
 
     async def _probe(self) -> None:
-        try:
-            for song in await sing(self.generate, self.model.vocab_size, new_request_id):
-                self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
-        except (ValueError, EngineError) as error:
+        """What it does: routes, logprobs of the distribution sampled from, and whether it can load weights."""
+        for song in await sing(self.generate, self.model.vocab_size, new_request_id):
+            self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
+        sure = await self.generate(one_choice(self.model.vocab_size), new_request_id())
+        if not abs(sure.logprobs[0]) < 1e-3:
             raise ValueError(
-                f"{self._http.url} cannot serve model {self.model.path!r} with routes: {error}. Start it as: {START}"
+                f"its logprobs are not of the distribution sampled from: one token to choose from has logprob "
+                f"{sure.logprobs[0]:.4g}, need 0; --logprobs-mode processed_logprobs is missing"
+            )
+        try:
+            await self._rpc("can_load")
+        except EngineError as error:
+            raise ValueError(
+                f"it cannot load weights in place, --worker-extension-cls or VLLM_SERVER_DEV_MODE is missing: {error}"
             ) from error
 
     async def generate(self, request: SampleRequest, request_id: str) -> EngineReply:
@@ -80,16 +96,32 @@ class VllmHttp:
         await self._http.call("POST", "/abort_requests", {"request_ids": [theirs]})
 
     async def load_weights(self, source: Any, version: int, *, running: bool = False) -> None:
-        """Pause, load through our worker extension, drop the prefix cache, name the version, resume."""
-        await self._http.call("POST", "/pause?mode=wait")
-        rpc = {"method": "load_checkpoint", "kwargs": {"path": str(source)}}
-        await self._http.call("POST", "/collective_rpc", rpc)
-        flushed = await self._http.call("POST", "/reset_prefix_cache")
-        if not flushed.get("success"):
-            raise EngineError(f"{self._http.url} kept its prefix cache, rows of the old weights would be reused")
-        await self._name_version(str(version))
+        """Pause, load through our worker extension, drop the prefix cache, name the version, resume.
+
+        Weights that may be half loaded are condemned before the requests of others go on.
+        """
+        try:
+            await self._http.call("POST", "/pause?mode=wait")
+            await self._rpc("load_checkpoint", path=str(source))
+            flushed = await self._http.call("POST", "/reset_prefix_cache")
+            if not flushed.get("success"):
+                raise EngineError(f"{self._http.url} kept its prefix cache, rows of the old weights would be reused")
+            await self._name_version(str(version))
+        except BaseException as error:
+            await self._let_go(error)
+            raise
         await self._http.call("POST", "/resume")
         self._version = version
+
+    async def _let_go(self, error: BaseException) -> None:
+        try:
+            await self.condemn()
+            await self._http.call("POST", "/resume")
+        except EngineError as another:
+            error.add_note(f"and it stays paused: {another}")
+
+    async def _rpc(self, method: str, **kwargs: str) -> Any:
+        return await self._http.call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs})
 
     async def condemn(self) -> None:
         """Name its weights so that no client takes them for good."""

@@ -16,6 +16,10 @@ class LoadExtension:
     model_runner: Any
     vllm_config: Any
 
+    def can_load(self) -> dict[str, bool]:
+        """Changes nothing: a client asks it when it connects, so that a server without this extension is named then."""
+        return {"can_load": True}
+
     def load_checkpoint(self, path: str) -> dict[str, int]:
         """Load every safetensors file of a directory; FileNotFoundError, with nothing touched, when it has none."""
         files = sorted(Path(path).glob("*.safetensors"))

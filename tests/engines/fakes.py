@@ -45,6 +45,9 @@ class FakeServer:
         spoil: changes a reply before it is sent; gets the prompt and the body.
         hold: while set, generation waits; an abort ends it.
         drifts: weights that are loaded again are not the same, as in a broken reload.
+        absent: paths that do not exist, as without a flag.
+        raw_logprobs: vLLM's default, logprobs before filters and temperature.
+        extended: vLLM's workers have our methods.
         seen: (path, body, headers) of all requests.
         peak: the most requests that generated at once.
     """
@@ -58,6 +61,8 @@ class FakeServer:
         self.shape, self.key, self.tls = shape, key, tls
         self.spoil: Callable[[list[int], Any], Any] = lambda prompt, body: body
         self.hold = self.drifts = self.refuse_flush = self.fail_update = False
+        self.absent: set[str] = set()
+        self.raw_logprobs, self.extended, self.paused = False, True, False
         self.seen: list[tuple[str, Any, Any]] = []
         self.version, self.weights, self.loads = "default", "start", 0
         self.running = self.peak = 0
@@ -106,7 +111,7 @@ class FakeServer:
         body = await request.json() if request.can_read_body else {}
         self.seen.append((request.path, body, request.headers))
         handler = self.routes().get(f"{request.method} {request.path}")
-        if handler is None:
+        if handler is None or request.path in self.absent:
             return web.json_response({"detail": "Not Found"}, status=404)
         answer = handler(body, request)
         answer = await answer if asyncio.iscoroutine(answer) else answer
@@ -196,8 +201,8 @@ class FakeVllm(FakeServer):
             "POST /inference/v1/generate": self.generate,
             "POST /v1/completions": self.completions,
             "POST /abort_requests": self.abort,
-            "POST /pause": lambda b, r: VLLM["pause"],
-            "POST /resume": lambda b, r: VLLM["resume"],
+            "POST /pause": lambda b, r: self.set_paused(True),
+            "POST /resume": lambda b, r: self.set_paused(False),
             "POST /reset_prefix_cache": lambda b, r: {"success": not self.refuse_flush},
             "POST /update_weight_version": self.set_version,
             "POST /collective_rpc": self.rpc,
@@ -206,6 +211,7 @@ class FakeVllm(FakeServer):
     async def generate(self, body: Any, _: web.Request) -> Any:
         rid, sampling = f"generate-tokens-{body['request_id']}", body["sampling_params"]
         drawn, finish = await self.draw(body["token_ids"], sampling["max_tokens"], sampling["seed"], rid)
+        self.filter(drawn, sampling)
         content = [
             {"token": f"token_id:{t}", "logprob": float(p), "bytes": None}
             for p, t in zip(drawn.logprobs, drawn.ids, strict=True)
@@ -216,10 +222,16 @@ class FakeVllm(FakeServer):
     async def completions(self, body: Any, request: web.Request) -> Any:
         rid, (prompt,) = f"cmpl-{request.headers['X-Request-Id']}-0", body["prompt"]
         drawn, finish = await self.draw(prompt, body["max_tokens"], body["seed"], rid)
+        self.filter(drawn, body)
         tokens = [f"token_id:{t}" for t in drawn.ids]
         logprobs = {"tokens": tokens, "token_logprobs": drawn.logprobs.tolist()}
         choice = self.choice(drawn, finish) | {"logprobs": logprobs, "prompt_token_ids": prompt}
         return self.spoil(prompt, {"id": rid, "choices": [choice]})
+
+    def filter(self, drawn: Drawn, sampling: Any) -> None:
+        """One token to choose from has logprob 0 in the distribution that it was sampled from."""
+        if sampling["top_k"] == 1 and not self.raw_logprobs:
+            drawn.logprobs[:] = 0
 
     @staticmethod
     def choice(drawn: Drawn, finish: str) -> dict[str, Any]:
@@ -236,8 +248,14 @@ class FakeVllm(FakeServer):
         self.version = body["new_version"]
         return {"success": True, "new_version": self.version}
 
+    def set_paused(self, paused: bool) -> Any:
+        self.paused = paused
+        return VLLM["pause" if paused else "resume"]
+
     def rpc(self, body: Any, _: Any) -> Any:
-        if self.fail_update:
+        if not self.extended or (self.fail_update and body["method"] == "load_checkpoint"):
             return web.json_response(VLLM["update_missing"], status=500)
+        if body["method"] == "can_load":
+            return {"results": [{"can_load": True}]}
         self.load(body["kwargs"]["path"])
         return VLLM["collective_rpc_update"]
