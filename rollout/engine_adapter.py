@@ -28,6 +28,10 @@ class EngineAdapter(Protocol):
         """Known once `open` has returned."""
 
     @property
+    def own_weights(self) -> str:
+        """Where the engine itself finds the weights that it was started with: a directory or hub id, as it names it."""
+
+    @property
     def max_sequence_tokens(self) -> int:
         """The engine's own bound of prompt + completion."""
 

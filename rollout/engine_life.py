@@ -149,12 +149,13 @@ class EngineLife:
         if self._canary_passed:
             return
         vocab = self._adapter.model.vocab_size
+        own = self._adapter.model.path if self.version else self._adapter.own_weights
         before = await sing(self._adapter.generate, vocab, new_request_id)
-        await self._adapter.load_weights(self._adapter.model.path, self.version, running=running)
+        await self._adapter.load_weights(own, self.version, running=running)
         after = await sing(self._adapter.generate, vocab, new_request_id)
         if changed := difference(before, after):
             raise EngineError(
                 f"loading its own weights again changed the model ({changed}): updates in place are refused"
-                + (f"; or version {self.version} is not in {self._adapter.model.path}" if self.version else "")
+                + (f"; or version {self.version} is not in {own}" if self.version else "")
             )
         self._canary_passed = True

@@ -42,13 +42,19 @@ def check_checkpoint(source: Any, model: EngineModel, *, state_dicts: bool, chec
     if not isinstance(source, (str, os.PathLike)):
         raise ValueError(f"weights are a {type(source).__name__}; pass a checkpoint directory")
     found, served = tensors_of(source), Path(model.path)
-    own = {name: tuple(tensor.shape) for name, tensor in model.model.state_dict().items()}
-    accepted = [own, tensors_of(served)] if served.is_dir() else [own]
-    if found not in accepted:
+    names = CheckpointNames(model.model)
+    accepted = [{name: tuple(tensor.shape) for name, tensor in form.items()} for form in (names.own, names.saved)]
+    if served.is_dir():
+        accepted.append(tensors_of(served))
+    if not any(_differing(found, need) <= names.tied - found.keys() for need in accepted):
         need = accepted[-1]
-        wrong = sorted(name for name in found.keys() | need.keys() if found.get(name) != need.get(name))
+        wrong = sorted(_differing(found, need))
         text = ", ".join(f"{name} is {found.get(name)}, need {need.get(name)}" for name in wrong[:3])
         raise ValueError(f"weights in {source} do not fit the served model: {text}; nothing was changed")
+
+
+def _differing(found: Mapping[str, Any], need: Mapping[str, Any]) -> set[str]:
+    return {name for name in found.keys() | need.keys() if found.get(name) != need.get(name)}
 
 
 def saved_form(source: Mapping[str, Any], model: EngineModel) -> dict[str, Any]:

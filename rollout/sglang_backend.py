@@ -30,7 +30,7 @@ class SglangHttp:
         self._http, self.model = http, model
         self._admin = {"Authorization": f"Bearer {admin_api_key}"} if admin_api_key else None
         self.capabilities = sglang_capabilities("SGLang")
-        self.max_sequence_tokens = model.max_positions
+        self.own_weights, self.max_sequence_tokens = model.path, model.max_positions
 
     async def open(self) -> int:
         """Check version and flags, then with one small request that routes of this model come back."""
@@ -43,13 +43,18 @@ class SglangHttp:
             self.capabilities = sglang_capabilities(f"SGLang {number}")
         if isinstance(facts, dict):
             self.max_sequence_tokens = int(facts.get("context_length") or self.max_sequence_tokens)
-        version = await self.weight_version()
+        facts = await self._model_info()
+        version = version_number(facts["weight_version"])
+        self.own_weights = facts.get("model_path") or self.model.path
         await self._probe()
         return version
 
     async def weight_version(self) -> int:
         """`GET /model_info`; ValueError when its text is no number."""
-        return version_number((await self._http.call("GET", "/model_info"))["weight_version"])
+        return version_number((await self._model_info())["weight_version"])
+
+    async def _model_info(self) -> Any:
+        return await self._http.call("GET", "/model_info")
 
     async def condemn(self) -> None:
         """Name its weights so that no client takes them for good."""

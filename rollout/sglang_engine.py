@@ -25,6 +25,7 @@ from rollout.engine_versions import check_version
 from rollout.served_engine import Retractions, ServedBackend
 from rollout.served_weights import saved_form
 from rollout.sglang_wire import MIN_VERSION, sglang_capabilities, sglang_payload, sglang_reply
+from rollout.sharded_loader import checkpoint_directory
 
 
 class SglangEngine:
@@ -48,6 +49,11 @@ class SglangEngine:
         self._engine: Any = None
         self._building: asyncio.Future[Any] | None = None  # a start cannot be interrupted, `close` waits for it
         self._version = 0
+
+    @property
+    def own_weights(self) -> str:
+        """The directory that it was started from, of a hub id the one in this machine's cache."""
+        return str(checkpoint_directory(self.model.path))
 
     async def open(self) -> int:
         """Start the engine; behind a death, another one."""

@@ -33,6 +33,7 @@ class VllmHttp:
     def __init__(self, http: HttpEngine, model: EngineModel, api: Literal["generate", "completions"]) -> None:
         self._http, self.model, self._api = http, model, api
         self._name, self._version = "", 0
+        self.own_weights = model.path
         self.max_sequence_tokens = model.max_positions
         self.capabilities = self._capabilities("vLLM")
 
@@ -55,7 +56,7 @@ class VllmHttp:
         check_version("vLLM", number, MIN_VERSION)
         self.capabilities = self._capabilities(f"vLLM {number}")
         (served, *_) = (await self._http.call("GET", "/v1/models"))["data"]
-        self._name = served["id"]
+        self._name, self.own_weights = served["id"], served.get("root") or self.model.path
         self.max_sequence_tokens = int(served.get("max_model_len") or self.max_sequence_tokens)
         self._version = await self.weight_version()
 

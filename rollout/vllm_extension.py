@@ -21,12 +21,25 @@ class LoadExtension:
         return {"can_load": True}
 
     def load_checkpoint(self, path: str) -> dict[str, int]:
-        """Load every safetensors file of a directory; FileNotFoundError, with nothing touched, when it has none."""
-        files = sorted(Path(path).glob("*.safetensors"))
+        """Load every safetensors file of a directory, or of the hub id that this engine was started with.
+
+        Raises:
+            FileNotFoundError: there is none; nothing was touched.
+        """
+        files = sorted(self._directory(path).glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"no *.safetensors in {path}")
         self.load_tensors(_tensors(files))
         return {"files": len(files)}
+
+    def _directory(self, path: str) -> Path:
+        config = self.vllm_config.model_config
+        if Path(path).is_dir() or path != config.model:
+            return Path(path)
+        from huggingface_hub import snapshot_download
+
+        cache = self.vllm_config.load_config.download_dir
+        return Path(snapshot_download(path, revision=config.revision, cache_dir=cache, local_files_only=True))
 
     def load_tensors(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Load (name, tensor) pairs over the running model.

@@ -67,7 +67,7 @@ class VllmInProcess:
     def __init__(self, model: EngineModel, options: Mapping[str, Any]) -> None:
         require_vllm()
         self.model, self._options = model, dict(options)
-        self.max_sequence_tokens = model.max_positions
+        self.own_weights, self.max_sequence_tokens = model.path, model.max_positions
         self.capabilities = vllm_capabilities("vLLM", stop_strings=False, version_spans=False)
         self._waiting: dict[str, _Waiting] = {}
         self._version = 0

@@ -26,7 +26,7 @@ class OwnedEngine:
     shape = (2, 2, 8, 96)
 
     def __init__(self, model: EngineModel) -> None:
-        self.model, self.max_sequence_tokens = model, 256
+        self.model, self.own_weights, self.max_sequence_tokens = model, "its own", 256
         self.capabilities = Capabilities(engine="Fake 1.0", frozen_recompute=False)
         self.starts, self.version, self.weights = 0, 0, "start"
         self.generating = 0
@@ -69,7 +69,11 @@ class OwnedEngine:
             raise RuntimeError("shape mismatch")
         self.version = version
         self.weights = (
-            "start" if str(source) == self.model.path else "dict" if isinstance(source, dict) else str(source)
+            "start"
+            if str(source) in (self.model.path, self.own_weights)
+            else "dict"
+            if isinstance(source, dict)
+            else str(source)
         )
 
     async def condemn(self) -> None:

@@ -162,7 +162,7 @@ class FakeSglang(FakeServer):
     def routes(self) -> dict[str, Any]:
         return {
             "GET /server_info": lambda b, r: {"version": "0.5.23", "context_length": 256},
-            "GET /model_info": lambda b, r: {"model_path": "/m", "weight_version": self.version},
+            "GET /model_info": lambda b, r: {"model_path": self.model_path, "weight_version": self.version},
             "POST /generate": self.generate,
             "POST /abort_request": lambda b, r: (self.release(lambda i: i.startswith(b["rid"])), web.Response())[1],
             "POST /pause_generation": lambda b, r: {"status": "ok"},
@@ -196,7 +196,7 @@ class FakeVllm(FakeServer):
     def routes(self) -> dict[str, Any]:
         return {
             "GET /version": lambda b, r: VLLM["version"],
-            "GET /v1/models": lambda b, r: VLLM["models"],
+            "GET /v1/models": lambda b, r: {"data": [VLLM["models"]["data"][0] | {"root": self.model_path}]},
             "GET /weight_info": lambda b, r: {"weight_version": self.version},
             "POST /inference/v1/generate": self.generate,
             "POST /v1/completions": self.completions,

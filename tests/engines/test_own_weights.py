@@ -1,0 +1,85 @@
+"""The rehearsal loads the weights that the engine was started with: from where the engine finds them, also a hub id."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from rollout.engine_model import describe_model
+from rollout.served_engine import ServedBackend
+from rollout.served_weights import check_checkpoint
+from rollout.vllm_extension import LoadExtension
+from tests.engines.fake_adapter import OwnedEngine
+
+HUB_ID = "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.fixture
+def hub_model(model: Path):
+    """The model as it is known when only its config and tokenizer were read, from a hub id."""
+    return replace(describe_model(str(model)), path=HUB_ID)
+
+
+def test_a_model_of_the_hub_takes_updates_from_a_directory(hub_model, model):
+    engine = OwnedEngine(hub_model)
+    backend = ServedBackend(engine)
+    backend.update_weights(model, version=1)
+    backend.close()
+    assert [source for source, *_ in engine.updates] == ["its own", model]
+
+
+def test_a_server_that_has_its_model_elsewhere_rehearses_with_its_own_path(connect, server, model):
+    server.model_path = "/on/the/server"
+    client = connect()
+    client.update_weights(model, version=1)
+    bodies = [body for path, body, _ in server.seen if path in ("/collective_rpc", "/update_weights_from_disk")]
+    paths = [body.get("model_path") or body["kwargs"].get("path") for body in bodies]
+    assert [path for path in paths if path] == ["/on/the/server", str(model)]
+
+
+def test_names_of_checkpoint_files_and_of_the_state_dict_are_both_taken(hub_model, model, tmp_path):
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    check_checkpoint(model, hub_model, state_dicts=False)
+    loaded.save_pretrained(tmp_path / "fused", save_original_format=False)
+    check_checkpoint(tmp_path / "fused", hub_model, state_dicts=False)
+    with pytest.raises(ValueError, match=r"mlp.experts.7.down_proj.weight is None, need \(\d+, \d+\)"):
+        check_checkpoint(without(model, "experts.7.down_proj", tmp_path / "less"), hub_model, state_dicts=False)
+
+
+def without(model: Path, part: str, folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    with safe_open(model / "model.safetensors", "pt") as file:
+        save_file({n: file.get_tensor(n) for n in file.keys() if part not in n}, folder / "model.safetensors")  # noqa: SIM118
+    return folder
+
+
+class Worker(LoadExtension):
+    """One of vLLM's that was started with a hub id, whose files lie in `cache`."""
+
+    def __init__(self, cache: Path) -> None:
+        model = SimpleNamespace(model=HUB_ID, revision=None)
+        self.vllm_config = SimpleNamespace(model_config=model, load_config=SimpleNamespace(download_dir=str(cache)))
+        self.loaded: list[str] = []
+
+    def load_tensors(self, tensors) -> None:
+        self.loaded = [name for name, _ in tensors]
+
+
+def test_vllms_worker_finds_the_files_of_its_hub_id(model, tmp_path):
+    repository = tmp_path / f"models--{HUB_ID.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / "abc").symlink_to(model)
+    worker = Worker(tmp_path)
+    assert worker.load_checkpoint(HUB_ID) == {"files": 1}
+    assert "model.norm.weight" in worker.loaded
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in another/model"):
+        worker.load_checkpoint("another/model")
