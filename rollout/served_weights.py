@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollout.checkpoint_names import CheckpointNames
@@ -63,6 +67,19 @@ def saved_form(source: Mapping[str, Any], model: EngineModel) -> dict[str, Any]:
     if tensors.keys() <= model.model.state_dict().keys():
         return revert_weight_conversion(model.model, tensors)
     return tensors
+
+
+@contextlib.contextmanager
+def saved_directory(source: Mapping[str, Any], model: EngineModel) -> Iterator[str]:
+    """A state dict as a directory of safetensors, for workers in other processes; removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="moe-rollout-") as folder:
+        tied = CheckpointNames(model.model).tied  # safetensors refuses names that share memory
+        tensors = {
+            name: tensor.clone(memory_format=torch.contiguous_format) if name in tied else tensor.contiguous()
+            for name, tensor in saved_form(source, model).items()
+        }
+        save_file(tensors, str(Path(folder) / "model.safetensors"))
+        yield folder
 
 
 def tensors_of(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:

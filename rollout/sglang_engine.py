@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from rollout.backend import SampleRequest
 from rollout.canary import sing
-from rollout.checkpoint_names import CheckpointNames
 from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
 from rollout.engine_versions import check_version
 from rollout.served_engine import Retractions, ServedBackend
-from rollout.served_weights import saved_form
+from rollout.served_weights import saved_directory
 from rollout.sglang_wire import MIN_VERSION, sglang_capabilities, sglang_payload, sglang_reply
 from rollout.sharded_loader import checkpoint_directory
 
@@ -99,16 +94,12 @@ class SglangEngine:
         if not isinstance(source, Mapping):
             await self._load(str(source), version)
             return
-        from safetensors.torch import save_file
-
-        with tempfile.TemporaryDirectory(prefix="moe-rollout-") as folder:
-            tied = CheckpointNames(self.model.model).tied  # safetensors refuses names that share memory
-            tensors = {
-                name: tensor.clone(memory_format=torch.contiguous_format) if name in tied else tensor.contiguous()
-                for name, tensor in saved_form(source, self.model).items()
-            }
-            await asyncio.to_thread(save_file, tensors, str(Path(folder) / "model.safetensors"))
+        saved = saved_directory(source, self.model)
+        folder = await asyncio.to_thread(saved.__enter__)
+        try:
             await self._load(folder, version)
+        finally:
+            saved.__exit__(None, None, None)
 
     async def _load(self, path: str, version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

@@ -19,8 +19,8 @@ from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
 from rollout.engine_thread import EngineThread
 from rollout.engine_versions import check_version
 from rollout.served_engine import ServedBackend
-from rollout.served_weights import saved_form
 from rollout.vllm_backend import MIN_VERSION
+from rollout.vllm_load import load
 from rollout.vllm_wire import vllm_capabilities, vllm_sampling, vllm_stop_reason
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -145,18 +145,13 @@ class VllmInProcess:
             self._finish(output)
 
     async def load_weights(self, source: Any, version: int, *, running: bool = False) -> None:
-        """A state dict goes to the worker as it is; a directory is read there.
-
-        With `running`, vLLM preempts what is under way: keys and values are computed again with the new weights, and
-        the rows of tokens it has delivered stay those of their sampling.
+        """See `vllm_load.load`. With `running`, vLLM preempts what is under way: keys and values are computed again
+        with the new weights, and the rows of tokens it has delivered stay those of their sampling.
         """
         await self._opened().do(lambda: self._load(source, version, running))
 
     def _load(self, source: Any, version: int, running: bool) -> None:
-        if isinstance(source, Mapping):
-            self._engine.model_executor.driver_worker.worker.load_tensors(saved_form(source, self.model).items())
-        else:
-            self._engine.collective_rpc("load_checkpoint", kwargs={"path": str(source)})
+        load(self._engine, source, self.model)
         if not self._engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("vLLM kept its prefix cache, rows of the old weights would be reused")
         self._version = version

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +15,7 @@ from rollout.engine_model import describe_model
 from rollout.served_engine import ServedBackend
 from rollout.served_weights import check_checkpoint
 from rollout.vllm_extension import LoadExtension
+from rollout.vllm_load import load
 from tests.engines.fake_adapter import OwnedEngine
 
 HUB_ID = "Qwen/Qwen3-30B-A3B"
@@ -83,3 +85,19 @@ def test_vllms_worker_finds_the_files_of_its_hub_id(model, tmp_path):
     assert "model.norm.weight" in worker.loaded
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in another/model"):
         worker.load_checkpoint("another/model")
+
+
+def test_a_state_dict_reaches_vllms_workers_in_other_processes_through_files(model):
+    """As with tensor_parallel_size=2: that executor has no worker in this process."""
+    loaded: dict = {}
+
+    def rpc(method: str, kwargs: dict[str, str]) -> None:
+        assert method == "load_checkpoint"
+        with safe_open(Path(kwargs["path"]) / "model.safetensors", "pt") as file:
+            loaded.update({name: file.get_tensor(name) for name in file.keys()}, folder=Path(kwargs["path"]))  # noqa: SIM118
+
+    source = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    load(SimpleNamespace(model_executor=object(), collective_rpc=rpc), source, describe_model(str(model)))
+    fused = source["model.layers.1.mlp.experts.down_proj"]
+    assert torch.equal(loaded["model.layers.1.mlp.experts.7.down_proj.weight"], fused[7])
+    assert not loaded["folder"].exists()
