@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from storage.errors import DatasetInUseError
+from storage.links import refuse_link
 from storage.store import Root, is_remote, local_path
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Lease:
     Raises:
         DatasetInUseError: another process, or another Lease of this one, holds it.
         ValueError: for an object store, which has no locks.
+        DamagedDataError: the lease is a symbolic link.
     """
 
     def __init__(self, root: Root, owner: str, *, wait_s: float = 0.0) -> None:
@@ -48,6 +50,7 @@ class Lease:
         directory = local_path(root)
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / LEASE_FILE
+        refuse_link(self._path)
         self._descriptor: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._lock(time.monotonic() + wait_s)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from storage.durable import fsync_directory, write_durably
 from storage.errors import DatasetInUseError
+from storage.links import refuse_link
 from storage.manifest import DATASET_FILE, dataset_json
 from storage.promises import Promises
 from storage.trace import RoutingSpec
@@ -102,7 +103,12 @@ def clean_staging(root: str | os.PathLike[str], *, all_hosts: bool = False) -> l
 
 @contextmanager
 def staging_lock(root: Path) -> Iterator[None]:
-    """Exclusive among the threads and processes of this host; held while entries of `_staging` change."""
+    """Exclusive among the threads and processes of this host; held while entries of `_staging` change.
+
+    Raises:
+        DamagedDataError: `_staging` is a symbolic link.
+    """
+    refuse_link(root / _STAGING)
     (root / _STAGING).mkdir(exist_ok=True)
     descriptor = _lock(root / _STAGING)
     try:
@@ -149,6 +155,8 @@ def _is_dead(entry: Path, all_hosts: bool) -> bool:
     match = _ENTRY.fullmatch(entry.name)
     if match is None or (match["host"] != socket.gethostname() and not all_hosts):
         return False
+    if entry.is_symlink():
+        return True
     try:
         os.close(_lock(entry, fcntl.LOCK_NB))
     except (BlockingIOError, FileNotFoundError):  # a live writer holds it, or has just removed it
@@ -159,6 +167,6 @@ def _is_dead(entry: Path, all_hosts: bool) -> bool:
 def remove_entry(entry: Path) -> None:
     """Delete an entry of `_staging`; a failure is logged."""
     try:
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     except OSError as error:
         logger.warning("could not remove %s: %s; clean_staging() will", entry, error)

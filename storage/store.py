@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 
 from storage.durable import fsync_directory, write_durably
+from storage.links import refuse_links
 from storage.manifest import MANIFEST_FILE, is_folder
 from storage.staging import new_entry, remove_entry, staging_lock
 
@@ -80,16 +81,17 @@ def local_path(root: Root) -> Path:
 
 
 class LocalStore:
-    """A directory. Names never lead out of it."""
+    """A directory. Names never lead out of it, nor do symbolic links: those are DamagedDataError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, name: str) -> Path:
-        """The file of `name`."""
+        """The file of `name`; DamagedDataError when it, or a directory on the way to it, is a symbolic link."""
         parts = PurePosixPath(name).parts
         if ".." in parts or PurePosixPath(name).is_absolute():
             raise ValueError(f"{name!r} leads out of the dataset {self.root}")
+        refuse_links(self.root, name)
         return self.root / name
 
     def url(self, name: str) -> str:
@@ -118,20 +120,23 @@ class LocalStore:
         return []
 
     def committed(self) -> dict[str, Stamp]:
-        """See `Store`. Looks again until no folder came or went meanwhile: a pack may have replaced steps."""
+        """See `Store`. Looks again until no folder came or went meanwhile: a pack may have replaced steps. Links are
+        listed, not followed: whoever reads what they name is told."""
         found: dict[str, Stamp] = {}
-        folders, before = self._folders(), [""]
+        folders, before = self._folders(), [("", False)]
         while folders != before:
             found = {}
-            for name in folders:
+            for name, is_link in folders:
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    status = os.stat(f"{self.root}/{name}/{MANIFEST_FILE}")
+                    status = os.lstat(f"{self.root}/{name}" if is_link else f"{self.root}/{name}/{MANIFEST_FILE}")
                     found[name] = Stamp(status.st_size, status.st_mtime_ns)
             folders, before = self._folders(), folders
         return found
 
-    def _folders(self) -> list[str]:
-        return [name for name in self.names() if is_folder(name)]
+    def _folders(self) -> list[tuple[str, bool]]:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root) as entries:
+            return sorted((entry.name, entry.is_symlink()) for entry in entries if is_folder(entry.name))
+        return []
 
     def create(self, name: str, data: bytes) -> None:
         """See `Store`. Written under `_staging`, linked into place."""

@@ -9,6 +9,7 @@ from storage.annotations import annotation_files, read_annotation
 from storage.card import card_problems
 from storage.catalog import Catalog, Place
 from storage.errors import DatasetError
+from storage.links import link_problem, links_below
 from storage.manifest import MANIFEST_FILE, Manifest, PartFile, is_folder, read_manifest, read_spec
 from storage.part_reader import PartReader
 from storage.staging import clean_staging, dead_staging
@@ -22,8 +23,8 @@ def verify_dataset(root: Root) -> list[str]:
     """Every problem of the dataset at `root`, one text each, naming the file and where possible the sample.
 
     Looks at size and sha256 of each file, page checksums, each sample's crc32, row rule and expert ids,
-    the spec, manifests against files, sample_ids that appear twice, annotations, run.json, and what dead writers left.
-    Damaged data never raises.
+    the spec, manifests against files, sample_ids that appear twice, annotations, run.json, symbolic links, and
+    what dead writers left. Damaged data never raises.
 
     >>> verify_dataset("traces/")
     ['traces/step-000000000/part-00000.parquet: has 9120 bytes, its manifest says 9121']
@@ -36,7 +37,9 @@ def verify_dataset(root: Root) -> list[str]:
         spec = read_spec(store)
     except DatasetError as error:
         return [str(error)]
-    return [*_folder_problems(store, spec), *_strays(store), *card_problems(store)]
+    links = _link_problems(store)
+    found = [*_folder_problems(store, spec), *_strays(store), *card_problems(store)]
+    return [*links, *(problem for problem in found if not any(link in problem for link in links))]
 
 
 def repair_dataset(root: Root) -> list[str]:
@@ -53,6 +56,11 @@ def repair_dataset(root: Root) -> list[str]:
     for name in litter:
         store.remove(name)
     return [store.url(name) for name in litter]
+
+
+def _link_problems(store: Store) -> list[str]:
+    """Found by a walk, so that they are named wherever they lie; whoever reads through one finds it a second time."""
+    return [link_problem(path) for path in links_below(store.root)] if isinstance(store, LocalStore) else []
 
 
 def _folder_problems(store: Store, spec: RoutingSpec) -> Iterator[str]:
@@ -88,15 +96,15 @@ def _readers_choice(store: Store) -> tuple[set[str], dict[int, str]]:
 
 
 def _file_problems(store: Store, place: Place, spec: RoutingSpec, manifest: Manifest) -> Iterator[str]:
-    url, file, size = store.url(place.name), place.file, store.size(place.name)
-    if size is None:
-        yield f"{url}: is missing"
-        return
-    if size != file.bytes:
-        yield f"{url}: has {size} bytes, its manifest says {file.bytes}"
-    elif _sha256(store, place.name) != file.sha256:
-        yield f"{url}: its sha256 is not the one in its manifest"
+    url, file = store.url(place.name), place.file
     try:
+        if (size := store.size(place.name)) is None:
+            yield f"{url}: is missing"
+            return
+        if size != file.bytes:
+            yield f"{url}: has {size} bytes, its manifest says {file.bytes}"
+        elif _sha256(store, place.name) != file.sha256:
+            yield f"{url}: its sha256 is not the one in its manifest"
         with PartReader.open(store, place.name, spec) as part:
             if part.archived != manifest.archive:
                 yield f"{url}: its layout is not the one in its manifest"
@@ -134,7 +142,12 @@ def _sha256(store: Store, name: str) -> str:
 
 
 def _annotation_problems(store: Store, step: int, owner: dict[str, int]) -> Iterator[str]:
-    for name in annotation_files(store, step):
+    try:
+        files = annotation_files(store, step)
+    except DatasetError as error:
+        yield str(error)
+        return
+    for name in files:
         try:
             samples = read_annotation(store, name, step)
         except DatasetError as error:
@@ -161,6 +174,10 @@ def _strays(store: Store) -> Iterator[str]:
             yield str(error)
     for name in superseded:
         yield f"{store.url(name)}: left by a compaction or a drop that was cut off; compact() or keep_from() removes it"
-    if isinstance(store, LocalStore):
-        for entry in dead_staging(store.root):
-            yield f"{entry}: left by a writer that died; storage.clean_staging({str(store.root)!r}) removes it"
+    try:
+        entries = dead_staging(store.root) if isinstance(store, LocalStore) else []
+    except DatasetError as error:
+        entries = []
+        yield str(error)
+    for entry in entries:
+        yield f"{entry}: left by a writer that died; storage.clean_staging({store.url('')!r}) removes it"
