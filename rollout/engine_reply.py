@@ -11,7 +11,7 @@ import numpy as np
 from rollout.backend import SampleRequest
 from rollout.engine_model import EngineModel
 from rollout.stops import completion_text
-from storage.trace import FINISH_REASONS, FinishReason, Trace, WeightSpan, expected_rows
+from storage.trace import FINISH_REASONS, FinishReason, Trace, WeightSpan
 from storage.validate import validate_trace
 
 
@@ -93,7 +93,7 @@ def trace_of(
         finish_reason=cast(FinishReason, reply.finish_reason),
         stop_reason=reply.stop_reason,
         weight_version=version,
-        weight_versions=_row_spans(reply, len(request.prompt_ids)),
+        weight_versions=_row_spans(reply, len(request.prompt_ids), name),
         seed=request.seed,
         sampling_params=params.model_dump(mode="json"),
         text=completion_text(model.tokenizer, reply.output_ids, reply.stop_reason),
@@ -124,16 +124,16 @@ def failed_trace(request: SampleRequest, finish_reason: FinishReason, error: str
     )
 
 
-def _row_spans(reply: EngineReply, prompt_len: int) -> list[WeightSpan]:
+def _row_spans(reply: EngineReply, prompt_len: int, name: str) -> list[WeightSpan]:
     """Output token j was sampled from row P - 1 + j; the prompt's rows before belong to the first span."""
     if not reply.versions or not reply.output_ids:
         return []
-    rows = expected_rows(prompt_len, len(reply.output_ids), reply.finish_reason)
-    starts = [0, *(prompt_len - 1 + start for _, start, _ in reply.versions[1:])]
-    ends = [prompt_len - 1 + end for _, _, end in reply.versions]
-    if ends[-1] != rows:
-        raise ValueError(f"version spans {list(reply.versions)} do not cover {len(reply.output_ids)} output tokens")
-    return [WeightSpan(v[0], start, end) for v, start, end in zip(reply.versions, starts, ends, strict=True)]
+    starts, ends = [start for _, start, _ in reply.versions], [end for *_, end in reply.versions]
+    if [*starts, len(reply.output_ids)] != [0, *ends]:
+        text = f"version spans {list(reply.versions)} do not cover {len(reply.output_ids)} output tokens"
+        raise ValueError(f"{name}: {text}")
+    rows = [0, *(prompt_len - 1 + end for end in ends)]
+    return [WeightSpan(v[0], start, end) for v, start, end in zip(reply.versions, rows, rows[1:], strict=False)]
 
 
 def _draws_from_the_raw_distribution(request: SampleRequest) -> bool:

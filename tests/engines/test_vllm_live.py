@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from rollout import RolloutClient, RouterReplay, SamplingParams
+from rollout.vllm_in_process import VllmInProcess
 from storage import ReplayBatch, Trace, TraceDataset
 from tests.engines.truth import OPTIONS, PROMPTS, WIDER, check, load
 from tests.engines.vllm_server import KEY, VllmServer
@@ -108,15 +110,18 @@ def test_an_aborted_request_keeps_its_rows(client, model):
 
 
 def test_its_trace_replays_as_one_of_our_own_engine_with_the_same_ids(client, model):
+    """The other trace's routes are those that our own engine takes for the same tokens."""
     (trace,) = client.sample([PROMPTS[2]], sampling_params=SamplingParams(max_tokens=8, seed=2, ignore_eos=True))
     plain, spec = load(model), client.info.spec
+    with RolloutClient.local(model, dtype="float32") as engine:
+        (score,) = engine.score([trace.token_ids])
     own = Trace(
         sample_id="own/0/0/0",
         step=0,
         prompt_ids=trace.prompt_ids,
         completion_ids=trace.completion_ids,
         logprobs=trace.logprobs,
-        routed_experts=np.array(trace.routed_experts),
+        routed_experts=score.routed_experts,
         finish_reason="length",
     )
     logits = []
@@ -147,19 +152,41 @@ def test_an_end_token_stops_without_a_tokenizer(client):
 
 
 def test_updates_pass_the_canary_and_leave_no_prefix_of_the_old_weights(client, model, reached, tmp_path):
-    """Last in this file: it changes the weights. A state dict first, in process, then directories."""
+    """Last in this file: it changes the weights. A state dict first, in process, then directories.
+
+    Every prompt is sampled twice with each: the second time prefixes come from the cache, with their routes.
+    """
+    cached = cached_tokens(client)
     torch.manual_seed(1)
     other = load(model)
     for parameter in other.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     other.save_pretrained(tmp_path / "other")
     params = SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
-    client.sample(PROMPTS, sampling_params=params)
+    for _ in range(2):
+        check(client.sample(PROMPTS, sampling_params=params), load(model))
+    assert (hits := cached()) > 0
     first = other.state_dict() if reached == "in_process" else tmp_path / "other"
     version = client.backend.weight_version
     for source, plain in ((first, other), (model, load(model)), (tmp_path / "other", other), (model, load(model))):
         version += 1
         client.update_weights(source, version=version)
-        traces = client.sample(PROMPTS, sampling_params=params)
-        check(traces, plain)
-        assert {trace.weight_version for trace in traces} == {version}
+        for _ in range(2):
+            traces = client.sample(PROMPTS, sampling_params=params)
+            check(traces, plain)
+            assert {trace.weight_version for trace in traces} == {version}
+        assert cached() > hits
+        hits = cached()
+
+
+def cached_tokens(client: RolloutClient) -> Callable[[], float]:
+    """Prompt tokens that were not computed again, so far."""
+    adapter = client.backend._adapter
+    if not isinstance(adapter, VllmInProcess):
+        line = re.compile(r"^vllm:prefix_cache_hits_total\S* (\S+)$", re.MULTILINE)
+        url = f"{adapter._http.url}/metrics"
+        return lambda: float(line.search(urllib.request.urlopen(url).read().decode())[1])
+    counts: list[int] = []
+    finish = adapter._finish
+    adapter._finish = lambda output: (counts.append(output.num_cached_tokens), finish(output))
+    return lambda: sum(counts)

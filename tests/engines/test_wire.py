@@ -115,6 +115,18 @@ def test_version_spans_of_output_tokens_become_spans_of_rows():
     assert trace.weight_versions == [(0, 0, 13), (1, 13, 15)]  # tokens 0 and 1 were sampled from rows 11 and 12
 
 
+@pytest.mark.parametrize(
+    "spans", [[(0, 2, 4)], [(0, 0, 3)], [(0, 0, 2), (1, 3, 4)], [(0, 0, 3), (1, 2, 4)], [(0, 0, 5)]]
+)
+def test_version_spans_that_leave_out_or_double_a_token_are_refused(spans):
+    body = copy.deepcopy(SGLANG["two_versions"])
+    body["meta_info"]["weight_version"] = str(spans[-1][0])
+    keys = ("version", "start", "end")
+    body["meta_info"]["weight_versions"] = [dict(zip(keys, (str(v), s, e), strict=True)) for v, s, e in spans]
+    with pytest.raises(ValueError, match=r"run/0/0-0/0.*: version spans .* do not cover 4 output tokens"):
+        trace_of(request(), sglang_reply(request(), body, MODEL), MODEL, 0)
+
+
 def test_a_retracted_sequence_is_refused_or_loses_its_rows():
     body = copy.deepcopy(SGLANG["eos"])
     body["meta_info"]["num_retractions"] = 1
