@@ -14,6 +14,7 @@ from rollout.backend import ModelInfo, PauseMode, SampleRequest, check_pause_mod
 from rollout.config import EngineOptions
 from rollout.figures import Figures, merge
 from rollout.group_life import GroupLife
+from rollout.group_progress import GroupProgress
 from rollout.group_stream import GroupStream
 from rollout.group_weights import SavedWeights, discard, save
 from rollout.loader import check_files
@@ -62,10 +63,10 @@ class GroupBackend(UpdatesByHalves):
         self._directory = tempfile.TemporaryDirectory(prefix="moe-rollout-group-")
         self._streams: set[GroupStream] = set()
         self._lock = threading.Lock()
-        self._turns = OneAtATime()
+        self._turns, self._progress = OneAtATime(), GroupProgress()
         self._closed = False
         try:
-            self._life = GroupLife(self.options.dp_size, self._new_ranks)
+            self._life = GroupLife(self.options.dp_size, self._new_ranks, self.options.collective_timeout_s)
         except BaseException:
             self._directory.cleanup()
             raise
@@ -80,6 +81,11 @@ class GroupBackend(UpdatesByHalves):
     def ranks(self) -> RankSet:
         """See GroupLife.ranks."""
         return self._life.ranks
+
+    @property
+    def progress(self) -> int | None:
+        """Grows with the tokens that are computed; None while ranks are started. Never waits, see GroupProgress."""
+        return self._progress.of(self._life.serving)
 
     @cached_property
     def window(self) -> int:
@@ -194,13 +200,14 @@ class GroupBackend(UpdatesByHalves):
 
     def rank_stats(self) -> list[dict[str, Any]]:
         """Counts of each rank; see RankServer.stats."""
-        return self.ranks.ask("stats")
+        return self.ranks.ask("stats", within=self.options.collective_timeout_s)
 
     def figures(self) -> Figures:
         """See `Backend.figures`: of all ranks together. Waits while a group is started."""
         while True:
             with contextlib.suppress(RankDiedError):  # their successors have counts of their own
-                return merge(self.ranks.ask("figures")) | {"engines": 1}
+                found = self.ranks.ask("figures", within=self.options.collective_timeout_s)
+                return merge(found) | {"engines": 1}
 
     def close(self) -> None:
         """Stop the ranks. Running streams end with finish_reason "abort"."""

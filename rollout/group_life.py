@@ -27,14 +27,14 @@ NewRanks = Callable[[Callable[[Ended], None], Death], tuple[RankSet, list[RankSt
 
 
 class GroupLife:
-    """Keeps a group of `size` ranks alive, and knows what they owe. Any thread may call.
+    """Keeps a group of `size` ranks alive, and knows what they owe; to stop they have `timeout_s`. Any thread may call.
 
     Raises:
         Exception: what starting a rank raised, in its own type and words; none is left.
     """
 
-    def __init__(self, size: int, new_ranks: NewRanks) -> None:
-        self._new_ranks = new_ranks
+    def __init__(self, size: int, new_ranks: NewRanks, timeout_s: float = 60.0) -> None:
+        self._new_ranks, self._timeout_s = new_ranks, timeout_s
         self._work = GroupWork(size)
         self._changed = threading.Condition()
         self._ranks: RankSet | None = None
@@ -50,6 +50,11 @@ class GroupLife:
     def wanted(self) -> GroupState:
         """The state that the group has, or begins in when it is started anew."""
         return self._wanted
+
+    @property
+    def serving(self) -> RankSet | None:
+        """The ranks that serve now; None while others are started."""
+        return self._ranks
 
     @property
     def ranks(self) -> RankSet:
@@ -128,8 +133,8 @@ class GroupLife:
         self.begun()
         if ranks is not None:
             with contextlib.suppress(RankDiedError):
-                ranks.ask("pause", "abort")
-                ranks.ask("close")
+                ranks.ask("pause", "abort", within=self._timeout_s)
+                ranks.ask("close", within=self._timeout_s)
                 with self._changed:
                     self._changed.wait_for(lambda: not len(self._work), CLOSE_SECONDS)
             ranks.kill()

@@ -6,12 +6,14 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import queue
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +34,7 @@ class RankLink(Protocol):
     """A rank somewhere else."""
 
     def send(self, message: RankStart | Command) -> None:
-        """Hand a message over; one to a dead rank is lost."""
+        """Hand a message over, without waiting for a rank that does not read; one to a dead rank is lost."""
 
     def receive(self) -> Message:
         """Wait for the next one. Raises EOFError when the rank is gone."""
@@ -54,13 +56,12 @@ class ProcessLink:
                 start_new_session=True,  # an interrupt is this process's to handle
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)},
             )
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="moe-rollout-write", daemon=True).start()
 
     def send(self, message: RankStart | Command) -> None:
         """See RankLink."""
-        try:
-            self._connection.send(message)
-        except OSError as error:
-            logger.debug("rank process %d takes no more messages: %s", self.process.pid, error)
+        self._outgoing.put(bytes(ForkingPickler.dumps(message)))
 
     def receive(self) -> Message:
         """See RankLink."""
@@ -74,6 +75,15 @@ class ProcessLink:
         """See RankLink."""
         self.process.kill()
         self.process.wait()
+        self._outgoing.put(None)
+
+    def _write(self) -> None:
+        """A pipe takes so many bytes that its rank has not read, then it blocks."""
+        try:
+            while (message := self._outgoing.get()) is not None:
+                self._connection.send_bytes(message)
+        except OSError as error:
+            logger.debug("rank process %d takes no more messages: %s", self.process.pid, error)
 
 
 class RankSet:
@@ -132,13 +142,24 @@ class RankSet:
             for rank, link in enumerate(self.links):
                 link.send(Command(self._epoch, name, args[rank]) if rank in args else Command(self._epoch, "wake_only"))
 
-    def ask(self, name: str, *args: Any) -> list[Any]:
-        """The same command to every rank, and what they answer.
+    def ask(self, name: str, *args: Any, within: float | None = None) -> list[Any]:
+        """The same command to every rank, and what they answer; ranks that take more than `within` seconds are killed.
 
         Raises:
             RankDiedError: a rank died; what the others say then is a consequence.
             Exception: the first rank's error, when all have answered.
         """
+        futures = self.ask_later(name, *args)
+        if wait(futures, within).not_done:
+            self._give_up([rank for rank, future in enumerate(futures) if not future.done()], name, within)
+            wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: not isinstance(error, RankDiedError)):
+            raise error
+        return [future.result() for future in futures]
+
+    def ask_later(self, name: str, *args: Any) -> list[Future[Any]]:
+        """The same without waiting for the answers."""
         with self._lock:
             self._epoch += name not in ("close", "figures")  # nobody is woken: ranks end at rest
             self._calls += 1
@@ -146,15 +167,18 @@ class RankSet:
             futures = [self._expect(rank, number) for rank in range(len(self.links))]
             for link in self.links:
                 link.send(Command(self._epoch, name, args, number))
-        wait(futures)
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: not isinstance(error, RankDiedError)):
-            raise error
-        return [future.result() for future in futures]
+            return futures
 
     def kill(self) -> None:
         """End all ranks."""
         self._serving = False
+        for link in self.links:
+            link.kill()
+
+    def _give_up(self, silent: list[int], name: str, seconds: float | None) -> None:
+        """These ranks stand still: end all, which their readers see."""
+        for rank in silent:
+            self._last_words.setdefault(rank, TimeoutError(f"did not answer {name!r} within {seconds:g} s"))
         for link in self.links:
             link.kill()
 

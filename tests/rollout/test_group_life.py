@@ -40,7 +40,7 @@ class Ranks:
         self.serving = True
         return SimpleNamespace(spec="info")
 
-    def ask(self, name: str, *args: Any) -> list[None]:
+    def ask(self, name: str, *args: Any, within: float | None = None) -> list[None]:
         self.asked.append((name, *args))
         if self.reason is None and name == self.die_over:
             self.die()
