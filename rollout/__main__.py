@@ -80,6 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="first remove what dead writers left; committed data is never touched",
     )
+    verify.add_argument(
+        "--all-hosts",
+        action="store_true",
+        help="with --repair: also what writers of other hosts left; only when none of them is at work",
+    )
 
     archive = commands.add_parser("archive", help="rewrite old steps in a smaller layout; readers see no difference")
     archive.add_argument("dir", metavar="DIR")

@@ -152,8 +152,10 @@ def inspect(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Print each problem of a dataset on a line; exit code 1 when there is one."""
+    if options.all_hosts and not options.repair:
+        raise ValueError("--all-hosts says whose remains --repair removes: give both, or neither")
     if options.repair:
-        for path in repair_dataset(options.dir):
+        for path in repair_dataset(options.dir, all_hosts=options.all_hosts):
             sys.stderr.write(f"removed {path}\n")
     problems = verify_dataset(options.dir)
     for problem in problems:

@@ -4,7 +4,8 @@ A writer holds an exclusive `flock` on the directory of each step it has open, a
 when the process dies, however it dies: staging without a lock is litter, and anyone can tell.
 `_staging` itself is locked for the short moments in which entries are made, judged or published. A lock
 says nothing about other hosts of a shared file system, hence the host in each name: another host's
-staging is left alone unless the caller says that no writer runs there.
+staging is reported, and left alone unless the caller says that no writer runs there. A container that is started
+again on the same volume is often such another host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from stat import S_ISREG
 
 from storage.durable import fsync_directory, write_durably
 from storage.errors import DatasetInUseError
@@ -89,12 +92,39 @@ def dead_staging(root: Path, *, all_hosts: bool = False) -> list[Path]:
         return [entry for entry in sorted((root / _STAGING).iterdir()) if _is_dead(entry, all_hosts)]
 
 
+def foreign_staging(root: Path) -> list[str]:
+    """Staging of other hosts that nobody on this one holds, one text each, with what is needed to judge it.
+
+    >>> foreign_staging(Path("traces"))
+    ['traces/_staging/000000007-pod-1-...: of a writer on host pod-1, last written 2026-11-30T12:00:00+00:00, 2147483648
+    bytes; if no writer runs there any more, `moe-rollout verify traces --repair --all-hosts` removes it']
+    """
+    entries = [entry for entry in dead_staging(root, all_hosts=True) if _host(entry) != socket.gethostname()]
+    return [report for entry in entries if (report := _foreign(root, entry))]
+
+
+def _foreign(root: Path, entry: Path) -> str | None:
+    try:
+        found = [path.stat() for path in [entry, *entry.rglob("*")]]
+    except FileNotFoundError:  # its writer lives, and has published or removed it at this moment
+        return None
+    written = datetime.fromtimestamp(max(stat.st_mtime for stat in found), UTC).isoformat(timespec="seconds")
+    size = sum(stat.st_size for stat in found if S_ISREG(stat.st_mode))
+    return (
+        f"{entry}: of a writer on host {_host(entry)}, last written {written}, {size} bytes; if no writer runs there "
+        f"any more, `moe-rollout verify {root} --repair --all-hosts` removes it"
+    )
+
+
 def clean_staging(root: str | os.PathLike[str], *, all_hosts: bool = False) -> list[Path]:
     """Remove what dead writers left in `root/_staging`; returns the removed paths. Live writers keep theirs.
 
-    Pass `all_hosts=True` only when no writer of another host is at work on a shared file system.
+    What writers of other hosts left is logged. Pass `all_hosts=True`, to remove it too, only when no writer of another
+    host is at work on a shared file system.
     """
     dead = dead_staging(Path(root), all_hosts=all_hosts)
+    for report in [] if all_hosts else foreign_staging(Path(root)):
+        logger.warning("%s", report)
     for entry in dead:
         logger.warning("removing %s, left by a writer that died; it was never committed", entry)
         remove_entry(entry)
@@ -151,9 +181,15 @@ def new_entry(root: Path, what: str) -> Path:
     return root / _STAGING / f"{what}-{socket.gethostname()}-{uuid.uuid4().hex}"
 
 
-def _is_dead(entry: Path, all_hosts: bool) -> bool:
+def _host(entry: Path) -> str | None:
+    """Of the writer; None for a name that is no writer's."""
     match = _ENTRY.fullmatch(entry.name)
-    if match is None or (match["host"] != socket.gethostname() and not all_hosts):
+    return match and match["host"]
+
+
+def _is_dead(entry: Path, all_hosts: bool) -> bool:
+    host = _host(entry)
+    if host is None or (host != socket.gethostname() and not all_hosts):
         return False
     if entry.is_symlink():
         return True

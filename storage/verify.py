@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from storage.annotations import annotation_files, read_annotation
 from storage.card import card_problems
@@ -12,7 +13,7 @@ from storage.errors import DatasetError
 from storage.links import link_problem, links_below
 from storage.manifest import MANIFEST_FILE, Manifest, PartFile, is_folder, read_manifest, read_spec
 from storage.part_reader import PartReader
-from storage.staging import clean_staging, dead_staging
+from storage.staging import clean_staging, dead_staging, foreign_staging
 from storage.store import LocalStore, Root, Store, open_store
 from storage.trace import RoutingSpec
 
@@ -42,16 +43,22 @@ def verify_dataset(root: Root) -> list[str]:
     return [*links, *(problem for problem in found if not any(link in problem for link in links))]
 
 
-def repair_dataset(root: Root) -> list[str]:
+def repair_dataset(root: Root, *, all_hosts: bool = False) -> list[str]:
     """Remove what was never committed and return its paths. Damage to committed data stays for you to judge.
 
-    Local: what dead writers of this host left in `_staging`. Object store, where nobody knows whether a writer lives:
+    Local: what dead writers of this host left in `_staging`; with `all_hosts=True`, for when no writer of another host
+    is at work, what any left. Object store, where nobody knows whether a writer lives:
     parts that no manifest lists and that are older than `LITTER_AGE_S`, a day; no step may stay open for longer.
+
+    Raises:
+        ValueError: `all_hosts` for an object store.
     """
     store = open_store(root)
     read_spec(store)
     if isinstance(store, LocalStore):
-        return [str(path) for path in clean_staging(store.root)]
+        return [str(path) for path in clean_staging(store.root, all_hosts=all_hosts)]
+    if all_hosts:
+        raise ValueError(f"{root} is an object store, whose parts carry no host: repair it without all_hosts")
     litter = store.litter(LITTER_AGE_S)
     for name in litter:
         store.remove(name)
@@ -174,10 +181,16 @@ def _strays(store: Store) -> Iterator[str]:
             yield str(error)
     for name in superseded:
         yield f"{store.url(name)}: left by a compaction or a drop that was cut off; compact() or keep_from() removes it"
+    if isinstance(store, LocalStore):
+        yield from _left_staging(store.root)
+
+
+def _left_staging(root: Path) -> Iterator[str]:
     try:
-        entries = dead_staging(store.root) if isinstance(store, LocalStore) else []
+        dead, foreign = dead_staging(root), foreign_staging(root)
     except DatasetError as error:
-        entries = []
         yield str(error)
-    for entry in entries:
-        yield f"{entry}: left by a writer that died; storage.clean_staging({store.url('')!r}) removes it"
+        return
+    for entry in dead:
+        yield f"{entry}: left by a writer that died; storage.clean_staging({str(root)!r}) removes it"
+    yield from foreign

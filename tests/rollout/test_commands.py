@@ -96,6 +96,23 @@ def test_verify_exits_with_1_and_names_the_file_that_was_cut_short(
     assert part.name in capsys.readouterr().out
 
 
+def test_what_a_writer_of_another_host_left_is_named_and_removed_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, 0)
+    left = tmp_path / "_staging" / f"000000001-pod-1-{'0' * 32}"
+    left.mkdir()
+    assert main(["verify", str(tmp_path), "--repair"]) == 1
+    printed = capsys.readouterr().out
+    assert f"{left}: of a writer on host pod-1" in printed
+    assert f"`moe-rollout verify {tmp_path} --repair --all-hosts` removes it" in printed
+    assert main(["verify", str(tmp_path), "--all-hosts"]) == 1
+    assert "error: --all-hosts says whose remains --repair removes" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path), "--repair", "--all-hosts"]) == 0
+    assert capsys.readouterr().err == f"removed {left}\n{tmp_path}: 0 problems\n"
+    assert not left.exists()
+
+
 def test_archive_rewrites_the_old_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commit(tmp_path, 0, 1, 2)
     before = list(TraceDataset(tmp_path))

@@ -173,6 +173,8 @@ def test_a_writer_killed_before_its_manifest_leaves_no_step(url: str, monkeypatc
     (litter,) = open_store(url).names("step-000000000")
     assert (TraceDataset(url).steps, list(TraceDataset(url))) == ([], [])
     assert (verify_dataset(url), repair_dataset(url)) == ([], [])  # it may be a writer at work
+    with pytest.raises(ValueError, match="is an object store, whose parts carry no host"):
+        repair_dataset(url, all_hosts=True)
     commit(url, 0)
     monkeypatch.setattr("storage.verify.LITTER_AGE_S", -10.0)
     assert repair_dataset(url) == [f"{url}/step-000000000/{litter}"]

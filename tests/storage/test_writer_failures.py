@@ -183,12 +183,21 @@ def test_cleaning_spares_live_writers_and_other_hosts(tmp_path: Path, caplog: py
         elsewhere = tmp_path / "_staging" / f"000000001-another-host-{unique}"
         dead.mkdir()
         elsewhere.mkdir()
+        (elsewhere / "part-00000.staging").write_bytes(b"half")
+        for path in (elsewhere / "part-00000.staging", elsewhere):
+            os.utime(path, (86_400, 86_400))
+        report = (
+            f"{elsewhere}: of a writer on host another-host, last written 1970-01-02T00:00:00+00:00, 4 bytes; if no "
+            f"writer runs there any more, `moe-rollout verify {tmp_path} --repair --all-hosts` removes it"
+        )
         assert TraceDataset(tmp_path).verify() == [
-            f"{dead}: left by a writer that died; storage.clean_staging({str(tmp_path)!r}) removes it"
+            f"{dead}: left by a writer that died; storage.clean_staging({str(tmp_path)!r}) removes it",
+            report,
         ]
         with caplog.at_level(logging.WARNING):
             assert clean_staging(tmp_path) == [dead]
         assert str(dead) in caplog.text
+        assert report in caplog.messages
         assert clean_staging(tmp_path, all_hosts=True) == [elsewhere]
         writer.commit(0)
     assert TraceDataset(tmp_path).verify() == []
