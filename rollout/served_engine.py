@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,11 @@ from rollout.served_stream import Outbox, ServedStream, account_for
 from rollout.served_weights import check_checkpoint
 from rollout.update_modes import InFlight, KVMode, UpdatesByHalves, check_version
 from storage.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 0.1
+"""After which an abort that found nothing is said again."""
 
 Retractions: TypeAlias = Literal["refuse", "invalidate"]
 
@@ -47,6 +53,7 @@ class ServedBackend(UpdatesByHalves):
         self._running: dict[str, SampleRequest] = {}
         self._ended = self._sampled = self._missing_rows = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Future[None]] = set()
         self._loop = LoopThread("moe-rollout-served")
         try:
             self._loop.call(self._open())
@@ -115,7 +122,24 @@ class ServedBackend(UpdatesByHalves):
         running = {request.sample_id: request_id for request_id, request in self._running.items()}
         for sample_id in named - running.keys():
             self._tasks[sample_id].cancel()
-        await asyncio.gather(*(self._adapter.abort(running[name]) for name in named & running.keys()))
+        await self._end_running([running[name] for name in named & running.keys()])
+
+    async def _end_running(self, request_ids: Sequence[str]) -> None:
+        """Abort them, again and again until their answers are here: one still on its way to the engine is not known
+        there yet."""
+        await asyncio.gather(*map(self._adapter.abort, request_ids))
+        self._ending.add(again := asyncio.ensure_future(self._insist(set(request_ids))))
+        again.add_done_callback(self._ending.discard)
+
+    async def _insist(self, request_ids: set[str]) -> None:
+        pause = AGAIN_SECONDS
+        while left := request_ids & self._running.keys():
+            await asyncio.sleep(pause)
+            try:
+                await asyncio.gather(*map(self._adapter.abort, left & self._running.keys()))
+            except EngineError as error:  # what is wrong with the engine, the answers of these requests say
+                logger.warning("an abort failed: %s", error)
+            pause = min(2 * pause, 32 * AGAIN_SECONDS)
 
     def end(self, requests: Sequence[SampleRequest]) -> None:
         """`abort` for those of the requests that have not ended."""
@@ -137,7 +161,7 @@ class ServedBackend(UpdatesByHalves):
     async def _pause(self, mode: str) -> None:
         self._gate.clear()
         if mode == "abort":
-            await asyncio.gather(*map(self._adapter.abort, list(self._running)))
+            await self._end_running(list(self._running))
         await self._idle.wait()
 
     def resume(self) -> None:
@@ -253,7 +277,7 @@ class ServedBackend(UpdatesByHalves):
         self._loop.stop()
 
     async def _shut(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._ending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -44,6 +44,7 @@ class FakeServer:
     Attributes:
         spoil: changes a reply before it is sent; gets the prompt and the body.
         hold: while set, generation waits; an abort ends it.
+        late: seconds on the way before a request that will be held is known here.
         drifts: weights that are loaded again are not the same, as in a broken reload.
         absent: paths that do not exist, as without a flag.
         raw_logprobs: vLLM's default, logprobs before filters and temperature.
@@ -61,6 +62,7 @@ class FakeServer:
         self.shape, self.key, self.tls = shape, key, tls
         self.spoil: Callable[[list[int], Any], Any] = lambda prompt, body: body
         self.hold = self.drifts = self.refuse_flush = self.fail_update = False
+        self.late = 0.0
         self.absent: set[str] = set()
         self.raw_logprobs, self.extended, self.paused = False, True, False
         self.seen: list[tuple[str, Any, Any]] = []
@@ -131,6 +133,7 @@ class FakeServer:
         self.peak = max(self.peak, self.running)
         finish = "length"
         if self.hold:
+            await asyncio.sleep(self.late)
             self.held[request_id] = asyncio.Event()
             await self.held[request_id].wait()
             count, finish = 3, "abort"

@@ -94,6 +94,22 @@ def test_abort_ends_requests_with_the_rows_they_have(connect, server):
         assert finished.trace.route_len == 3 + 3 - 1
 
 
+def test_an_abort_that_overtakes_its_request_is_said_again(connect, server):
+    client = connect()
+    server.hold, server.late = True, 0.15
+    (request,) = _requests(client, 1)
+    stream = client.backend.stream([request])
+    thread = threading.Thread(target=lambda: result.extend(stream), daemon=True)
+    result: list = []
+    thread.start()
+    while not server.running:
+        thread.join(0.005)
+    client.abort([request.sample_id])
+    assert not server.held
+    thread.join(5)
+    assert [finished.trace.finish_reason for finished in result] == ["abort"]
+
+
 def test_leaving_a_stream_aborts_exactly_its_own_requests(connect, server):
     client = connect()
     server.hold = True
