@@ -2,7 +2,8 @@
 
 For each folder its number of samples and the stamp of its manifest; for each sample 64 bits of a hash and its
 folder, sorted by hash. An entry whose manifest has another stamp is not used, a sample that a hash points to is
-looked up in the manifest, and a file that is damaged or of another version counts as absent.
+looked up in the manifest, and a file that is damaged, contradicts itself or is of another version counts as absent.
+Whether it says what the manifests say only reading them can tell: `index_problems`, for verify.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from storage.manifest import Manifest
+from storage.errors import DatasetError
+from storage.manifest import Manifest, read_manifest
 from storage.schema import FORMAT_VERSION
 from storage.store import Stamp, Store
 
 logger = logging.getLogger(__name__)
 INDEX_FILE = "_index.arrow"
-_FOLDERS = ("folder", "samples", "size", "written")
-_HASHES = ("hash", "owner")
+_FOLDERS = {"folder": pa.string(), "samples": pa.int64(), "size": pa.int64(), "written": pa.int64()}
+_HASHES = {"hash": pa.uint64(), "owner": pa.int32()}
+_COLUMNS = _FOLDERS | _HASHES
 _KEY = b"moe_rollout.index"
-_COLUMNS = (*_FOLDERS, *_HASHES)
+_UNUSABLE = (OSError, ValueError, KeyError, IndexError, MemoryError, pa.ArrowException)
 
 
 @dataclass
@@ -61,7 +64,8 @@ class Index:
         sizes, written = [stamp.size for stamp in stamps], [stamp.written for stamp in stamps]
         counts = [self.samples[folder] for folder in self.folders]
         lists = [self.folders, counts, sizes, written, self.hashes, self.owners]
-        batch = pa.record_batch([_one_row(pa.array(values)) for values in lists], names=_COLUMNS)
+        columns = [_one_row(pa.array(values, kind)) for values, kind in zip(lists, _COLUMNS.values(), strict=True)]
+        batch = pa.record_batch(columns, names=list(_COLUMNS))
         sink = pa.BufferOutputStream()
         schema = batch.schema.with_metadata({_KEY: f"{FORMAT_VERSION} {_checksum(batch)}"})
         with pa.ipc.new_file(sink, schema) as writer:
@@ -72,23 +76,68 @@ class Index:
     def load(cls, store: Store, stamps: Mapping[str, Stamp]) -> Index:
         """The stored index, restricted to folders whose manifests still have the stamps they had."""
         try:
-            batch = pa.ipc.open_file(pa.py_buffer(store.read(INDEX_FILE))).get_batch(0)
-            if batch.schema.metadata != {_KEY: f"{FORMAT_VERSION} {_checksum(batch)}".encode()}:
-                raise ValueError("its checksum is wrong, or another release wrote it")
-            return cls._parse(batch, stamps)
+            return cls.read(store, stamps)
         except FileNotFoundError:
             return cls.of({}, {})
-        except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as error:
+        except _UNUSABLE as error:
             logger.warning("%s is not used (%s); build_index() writes a new one", store.url(INDEX_FILE), error)
             return cls.of({}, {})
+
+    @classmethod
+    def read(cls, store: Store, stamps: Mapping[str, Stamp]) -> Index:
+        """The same; raises where `load` takes the file for absent."""
+        batch = pa.ipc.open_file(pa.py_buffer(store.read(INDEX_FILE))).get_batch(0)
+        if batch.schema.metadata != {_KEY: f"{FORMAT_VERSION} {_checksum(batch)}".encode()}:
+            raise ValueError("its checksum is wrong, or another release wrote it")
+        batch.validate(full=True)
+        found = {field.name: field.type for field in batch.schema}
+        if found != {name: pa.list_(kind) for name, kind in _COLUMNS.items()} or batch.num_rows != 1:
+            raise ValueError(f"it holds {batch.num_rows} rows of {found}")
+        if any(column.null_count or column.flatten().null_count for column in batch.columns):
+            raise ValueError("it holds nulls")
+        return cls._parse(batch, stamps)
 
     @classmethod
     def _parse(cls, batch: pa.RecordBatch, stamps: Mapping[str, Stamp]) -> Index:
         folders, counts, sizes, written = (batch.column(name)[0].as_py() for name in _FOLDERS)
         hashes, owners = (batch.column(name).flatten().to_numpy() for name in _HASHES)
+        if len(hashes) != len(owners) or (hashes[1:] < hashes[:-1]).any():
+            raise ValueError("its hashes are not in order, or not one to an owner")
+        if len(owners) and not 0 <= owners.min() <= owners.max() < len(folders):
+            raise ValueError(f"it names an owner that is none of its {len(folders)} folders")
+        if counts != np.bincount(owners, minlength=len(folders)).tolist() or len(set(folders)) != len(folders):
+            raise ValueError("its counts are not those of its hashes, or it lists a folder twice")
         old = {name: Stamp(*pair) for name, *pair in zip(folders, sizes, written, strict=True)}
         known = {name: count for name, count in zip(folders, counts, strict=True) if stamps.get(name) == old[name]}
         return cls(known, hashes, owners, folders, old)
+
+    def by_folder(self) -> dict[str, np.ndarray]:
+        """The hashes of each folder, ascending."""
+        ends = np.cumsum(np.bincount(self.owners, minlength=len(self.folders)))[:-1]
+        parts = np.split(self.hashes[np.argsort(self.owners, kind="stable")], ends)
+        return dict(zip(self.folders, parts, strict=True)) if self.folders else {}
+
+
+def index_problems(store: Store) -> Iterator[str]:
+    """What makes the index useless, or where it is not what the manifests say. Reads the manifests it knows."""
+    url, remedy = store.url(INDEX_FILE), "build_index() writes a new one"
+    stamps = store.committed()
+    try:
+        index = Index.read(store, stamps)
+    except FileNotFoundError:
+        return
+    except _UNUSABLE as error:
+        yield f"{url}: is not used ({error}); {remedy}"
+        return
+    hashes = index.by_folder()
+    for folder in sorted(index.samples):
+        try:
+            manifest = read_manifest(store, folder)
+        except DatasetError:  # it has a problem of its own, or was compacted since
+            continue
+        expected = Index.of({folder: manifest}, stamps).hashes
+        if not np.array_equal(hashes[folder], expected):
+            yield f"{url}: lists other samples of {folder} than its manifest; remove it, {remedy}"
 
 
 def _hash(sample_id: str) -> int:

@@ -10,6 +10,7 @@ from storage.annotations import annotation_files, read_annotation
 from storage.card import card_problems
 from storage.catalog import Catalog, Place
 from storage.errors import DatasetError
+from storage.index import index_problems
 from storage.links import link_problem, links_below
 from storage.manifest import MANIFEST_FILE, Manifest, PartFile, is_folder, read_manifest, read_spec
 from storage.part_reader import PartReader
@@ -24,8 +25,8 @@ def verify_dataset(root: Root) -> list[str]:
     """Every problem of the dataset at `root`, one text each, naming the file and where possible the sample.
 
     Looks at size and sha256 of each file, page checksums, each sample's crc32, row rule and expert ids,
-    the spec, manifests against files, sample_ids that appear twice, annotations, run.json, symbolic links, and
-    what dead writers left. Damaged data never raises.
+    the spec, manifests against files, sample_ids that appear twice, annotations, the index,
+    run.json, symbolic links, and what dead writers left. Damaged data never raises.
 
     >>> verify_dataset("traces/")
     ['traces/step-000000000/part-00000.parquet: has 9120 bytes, its manifest says 9121']
@@ -39,7 +40,7 @@ def verify_dataset(root: Root) -> list[str]:
     except DatasetError as error:
         return [str(error)]
     links = _link_problems(store)
-    found = [*_folder_problems(store, spec), *_strays(store), *card_problems(store)]
+    found = [*_folder_problems(store, spec), *_strays(store), *index_problems(store), *card_problems(store)]
     return [*links, *(problem for problem in found if not any(link in problem for link in links))]
 
 
