@@ -6,8 +6,10 @@ import re
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -110,7 +112,11 @@ def test_an_aborted_request_keeps_its_rows(client, model):
 
 
 def test_its_trace_replays_as_one_of_our_own_engine_with_the_same_ids(client, model):
-    """The other trace's routes are those that our own engine takes for the same tokens."""
+    """The other trace's routes are those that our own engine takes for the same tokens.
+
+    OLMoE's come in another order from vLLM on a CPU, and the sum over a token's experts rounds by their order: close as
+    they came, the same bits once both are in one order.
+    """
     (trace,) = client.sample([PROMPTS[2]], sampling_params=SamplingParams(max_tokens=8, seed=2, ignore_eos=True))
     plain, spec = load(model), client.info.spec
     with RolloutClient.local(model, dtype="float32") as engine:
@@ -124,12 +130,17 @@ def test_its_trace_replays_as_one_of_our_own_engine_with_the_same_ids(client, mo
         routed_experts=score.routed_experts,
         finish_reason="length",
     )
-    logits = []
-    for one in (trace, own):
-        batch = ReplayBatch.collate([one], spec=spec)
+
+    def logits(one: Trace, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> torch.Tensor:
+        batch = ReplayBatch.collate([replace(one, routed_experts=order(one.routed_experts))], spec=spec)
         with torch.no_grad(), RouterReplay(plain)(batch):
-            logits.append(plain(**batch.model_inputs()).logits)
-    assert torch.equal(*logits)
+            return plain(**batch.model_inputs()).logits
+
+    if plain.config.model_type == "olmoe":
+        torch.testing.assert_close(logits(trace), logits(own), rtol=0, atol=1e-5)
+        assert torch.equal(logits(trace, np.sort), logits(own, np.sort))
+    else:
+        assert torch.equal(logits(trace), logits(own))
 
 
 def test_prompts_computed_in_parts_give_the_same_samples_as_alone(client, model):
