@@ -51,12 +51,20 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="tokens/s and ratios: recording, overlap, batch invariance, transformers")
     bench.add_argument("--sizes", default="small", metavar="LIST", help="random models: small,mid (default: small)")
-    bench.add_argument("--model", action="append", default=[], metavar="PATH", help="a checkpoint instead")
+    bench.add_argument(
+        "--model", action="append", default=[], metavar="PATH", help="a checkpoint instead; may be repeated"
+    )
     bench.add_argument("--batches", default="16,64", metavar="LIST", help="default: %(default)s")
     bench.add_argument("--prompt-len", type=int, default=64, metavar="N")
     bench.add_argument("--new-tokens", type=int, default=128, metavar="N")
     bench.add_argument("--repeats", type=int, default=3, metavar="N")
-    bench.add_argument("--threads", type=int, default=1, metavar="N")
+    bench.add_argument(
+        "--threads",
+        default="auto",
+        metavar="LIST",
+        help="counts of compute threads to try, such as 1,2; the engine and each peer keep their fastest "
+        "(default: powers of two up to the cores)",
+    )
     bench.add_argument("--device", default="cpu")
     bench.add_argument("--floor", action="store_true", help="measure what the machine can do at best, too")
     bench.add_argument(

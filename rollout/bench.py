@@ -1,31 +1,29 @@
 """`moe-rollout bench`: ratios of one run, recording on and off, overlap on and off, against transformers and vLLM.
 
-All variants sample the same prompts in turn, so that a machine whose speed drifts slows all of them. The first round
-warms up. Ratios are medians of the ratios within a round; the spread is shown.
+All variants sample the same prompts in turn, so that a machine whose speed drifts slows all of them; each round begins
+with another one. A round before the counted ones warms up, and finds out with how many threads each family of variants
+(ours, and each peer) is fastest here. Ratios are medians of the ratios within a round; the spread is shown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
-from rollout.bench_models import save_model
-from rollout.bench_vllm import sample_vllm, start_vllm_client
-from rollout.client import RolloutClient
-from rollout.config import EngineOptions
+from rollout.auto_threads import candidates
+from rollout.bench_models import SHAPES, save_model
+from rollout.bench_variants import Measured, Run, Variant, variants_of
+from rollout.floor import CaseFloor, case_floor
 from rollout.loader import no_progress_bar
-from rollout.sampling import SamplingParams
+from rollout.memory import peak_resident_bytes, resident_bytes
 
-PEERS = ("generate", "generate_batch")
-SHARES = ("model", "sample", "capture", "schedule", "prepare", "finalize", "wait")
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,10 @@ class BenchOptions:
     Attributes:
         models: "small", "mid" (random, made here) or checkpoint directories.
         batches: sequences sampled together.
-        peers: of PEERS, run on the same checkpoint and prompts.
+        threads: counts to try; "auto" tries powers of two up to the cores.
+        peers: of bench_peers.PEERS, run on the same checkpoint and prompts.
         vllm: vLLM too, which must be installed.
+        floor: measure what this machine can do at best, too.
     """
 
     models: Sequence[str] = ("small",)
@@ -44,148 +44,120 @@ class BenchOptions:
     prompt_len: int = 64
     new_tokens: int = 128
     repeats: int = 3
-    threads: int = 1
+    threads: Sequence[int] | Literal["auto"] = "auto"
     device: str = "cpu"
     peers: Sequence[str] = ("generate",)
     vllm: bool = False
+    floor: bool = False
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("prompt_len", "new_tokens", "repeats", "threads")}
-        for name, value in [*counts.items(), *(("batches", batch) for batch in self.batches)]:
-            if value < 1:
-                raise ValueError(f"{name} has {value}, need at least 1")
-        if not self.batches:
-            raise ValueError("batches is empty; give some, such as 16,64")
+        given: dict[str, Sequence[int]] = {n: [getattr(self, n)] for n in ("prompt_len", "new_tokens", "repeats")}
+        given["batches"], given["threads"] = self.batches, self.counts
+        for name, values in given.items():
+            if not values:
+                raise ValueError(f"{name} is empty; give some, such as 16,64")
+            if min(values) < 1:
+                raise ValueError(f"{name} has {min(values)}, need at least 1")
+        for name, named in (("models", self.models), ("batches", self.batches)):
+            if len(set(named)) < len(named):
+                raise ValueError(f"{name} names one of {list(named)} twice")
 
-
-class Measured(NamedTuple):
-    """One variant in one round: sampled tokens per second with prefill, ms per forward, ms to the first token, and what
-    share of the time went where (see SHARES; they overlap, and do not add up to 1)."""
-
-    tokens_per_second: float
-    step_ms: float | None = None
-    first_token_ms: float | None = None
-    shares: dict[str, float] | None = None
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of threads to try. On an accelerator they matter little."""
+        if self.threads != "auto":
+            return list(self.threads)
+        return candidates() if self.device == "cpu" else [1]
 
 
 Round = dict[str, Measured]
-Run = Callable[[int], Measured]
 
 
-def run_bench(options: BenchOptions) -> dict[str, list[Round]]:
-    """The rounds of every model and batch, keyed `"small B16"`."""
-    torch.set_num_threads(options.threads)
-    results: dict[str, list[Round]] = {}
+class Case(NamedTuple):
+    """One model and batch: the rounds, of each variant its threads and the resident memory that it added, the most that
+    this process ever had, and the floor if it was asked for."""
+
+    rounds: list[Round]
+    threads: dict[str, int]
+    megabytes: dict[str, float | None]
+    peak_megabytes: float
+    floor: CaseFloor | None = None
+
+
+def run_bench(options: BenchOptions) -> dict[str, Case]:
+    """Every model and batch, keyed `"small B16"`."""
+    results: dict[str, Case] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for model in options.models:
-            path = model_path(model, Path(scratch))
+        for label, model in labels(options.models).items():
+            path = save_model(model, Path(scratch)) if model in SHAPES else model
             for batch in options.batches:
-                with contextlib.ExitStack() as stack:
-                    runs = _variants(path, batch, options, Path(scratch), stack)
-                    rounds = [
-                        {name: run(number) for name, run in runs.items()} for number in range(options.repeats + 1)
-                    ]
-                results[key_of(path, batch)] = rounds[1:]
+                key = f"{label} B{batch}"
+                prompts = [[(i * 37 + j * 11) % 4000 + 2 for j in range(options.prompt_len)] for i in range(batch)]
+                traces = Path(scratch, f"traces-{len(results)}")
+                case = _measure(variants_of(path, prompts, options, traces), options)
+                floor = _floor(path, batch, options, case.threads["recording"]) if options.floor else None
+                results[key] = case._replace(floor=floor)
     return results
 
 
-def model_path(model: str, scratch: Path) -> str:
-    """A checkpoint: one of SHAPES, made now, or the given one."""
-    return save_model(model, scratch) if model in ("small", "mid") else model
+def _floor(path: str, batch: int, options: BenchOptions, threads: int) -> CaseFloor:
+    with no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+    return case_floor(model, batch, options.prompt_len, options.new_tokens, threads)
 
 
-def key_of(path: str, batch: int) -> str:
-    """`"small B16"`."""
-    return f"{Path(path).name} B{batch}"
+def labels(models: Sequence[str]) -> dict[str, str]:
+    """What the tables call each model: the name of its directory, or all of its path where two end alike.
+
+    >>> labels(["small", "a/step-3", "b/step-3"])
+    {'small': 'small', 'a/step-3': 'a/step-3', 'b/step-3': 'b/step-3'}
+    """
+    names = [Path(model).name for model in models]
+    alike = {name for name in names if names.count(name) > 1}
+    return {model if name in alike or not name else name: model for name, model in zip(names, models, strict=True)}
 
 
-def _variants(
-    path: str, batch: int, options: BenchOptions, scratch: Path, stack: contextlib.ExitStack
-) -> dict[str, Run]:
-    """By name; all stay open, so that rounds interleave."""
-    prompts = [[(i * 37 + j * 11) % 4000 + 2 for j in range(options.prompt_len)] for i in range(batch)]
-
-    def engine(**engine_options: Any) -> Run:
-        client = stack.enter_context(
-            RolloutClient.local(
-                path,
-                device=options.device,
-                num_threads=options.threads,
-                max_running_requests=max(options.batches),
-                **engine_options,
-            )
-        )
-        return lambda number: _sample(client, prompts, options, number)
-
-    runs = {
-        "recording": engine(),
-        "recording + dataset": engine(traces=scratch / f"traces-{Path(path).name}-{batch}"),
-        "recording off": engine(enable_return_routed_experts=False),
-        "overlap off": engine(disable_overlap_schedule=True),
-    }
-    if options.device == "cpu":
-        runs["batch_invariant"] = engine(batch_invariant=True)
-    elif "disable_cuda_graph" in EngineOptions.model_fields:
-        runs["recording, no graphs"] = engine(disable_cuda_graph=True)
-        runs["recording off, no graphs"] = engine(disable_cuda_graph=True, enable_return_routed_experts=False)
-        runs["overlap off, no graphs"] = engine(disable_cuda_graph=True, disable_overlap_schedule=True)
-    if options.peers:
-        with no_progress_bar():
-            model: Any = AutoModelForCausalLM.from_pretrained(path).eval()
-            model.to(options.device)
-        for peer in options.peers:
-            runs[peer] = lambda number, peer=peer: _PEERS[peer](model, prompts, options)  # type: ignore[misc]
-    if options.vllm:
-        tokens = options.prompt_len + options.new_tokens
-        vllm = stack.enter_context(start_vllm_client(path, options.device, batch, tokens))
-        runs["vLLM, recording"] = lambda number: Measured(sample_vllm(vllm, prompts, options.new_tokens, number))
-    return runs
+def _measure(variants: Mapping[str, Variant], options: BenchOptions) -> Case:
+    """All variants stay open, so that rounds interleave."""
+    chosen: dict[str, int] = {}
+    threads: dict[str, int] = {}
+    megabytes: dict[str, float | None] = {}
+    runs: dict[str, Run] = {}
+    with contextlib.ExitStack() as stack:
+        for name, variant in variants.items():
+            if variant.family not in chosen:
+                chosen[variant.family] = _fastest(variant, options)
+            threads[name] = variant.threads(chosen[variant.family])
+            before = resident_bytes()
+            runs[name] = stack.enter_context(variant.open(threads[name]))
+            runs[name](0, options.new_tokens)
+            after = resident_bytes()
+            megabytes[name] = None if before is None or after is None else (after - before) / 1e6
+        rounds = [
+            {name: runs[name](number, options.new_tokens) for name in order(list(runs), number)}
+            for number in range(1, options.repeats + 1)
+        ]
+    return Case(rounds, threads, megabytes, peak_resident_bytes() / 1e6)
 
 
-def _sample(client: RolloutClient, prompts: list[list[int]], options: BenchOptions, number: int) -> Measured:
-    params = SamplingParams(temperature=1.0, max_tokens=options.new_tokens, ignore_eos=True, seed=number)
-    stats = client.backend.stats  # type: ignore[attr-defined]
-    before, figures = stats.forwards, client.stats()
-    started = time.perf_counter()
-    client.sample(prompts, sampling_params=params)
-    seconds = time.perf_counter() - started
-    spent = {name: value - figures.get(name, 0.0) for name, value in client.stats().items()}
-    first = [e.seconds for e in stats.events if e.kind == "finalize" and e.seconds > started][:1]
-    return Measured(
-        tokens_per_second=len(prompts) * options.new_tokens / seconds,
-        step_ms=1e3 * seconds / (stats.forwards - before),
-        first_token_ms=1e3 * (first[0] - started) if first else None,
-        shares={name: spent[f"{name}_seconds_total"] / seconds for name in SHARES},
-    )
+def order(names: Sequence[str], number: int) -> list[str]:
+    """The variants in the order of a round: each round begins with another one.
+
+    >>> order(["recording", "recording off", "generate"], 1)
+    ['recording off', 'generate', 'recording']
+    """
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
-@torch.inference_mode()
-def _generate(model: Any, prompts: list[list[int]], options: BenchOptions) -> Measured:
-    config = _generation_config(options)
-    started = time.perf_counter()
-    out = model.generate(torch.tensor(prompts, device=options.device), generation_config=config)
-    seconds = time.perf_counter() - started
-    assert out.shape == (len(prompts), options.prompt_len + options.new_tokens)
-    return Measured(len(prompts) * options.new_tokens / seconds)
-
-
-@torch.inference_mode()
-def _generate_batch(model: Any, prompts: list[list[int]], options: BenchOptions) -> Measured:
-    started = time.perf_counter()
-    out = model.generate_batch(
-        prompts, generation_config=_generation_config(options, eos_token_id=-1), progress_bar=False
-    )
-    seconds = time.perf_counter() - started
-    made = sum(len(request.generated_tokens) for request in out.values())
-    return Measured(made / seconds)
-
-
-def _generation_config(options: BenchOptions, **more: Any) -> GenerationConfig:
-    new = options.new_tokens
-    return GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=True, pad_token_id=1, **more)
-
-
-_PEERS: dict[str, Callable[[Any, list[list[int]], BenchOptions], Measured]] = {
-    "generate": _generate,
-    "generate_batch": _generate_batch,
-}
+def _fastest(variant: Variant, options: BenchOptions) -> int:
+    """The number of threads with which a family samples the most tokens per second."""
+    counts = options.counts
+    if len(counts) == 1:
+        return counts[0]
+    rates = {}
+    for count in counts:
+        with variant.open(count) as run:
+            run(0, min(WARM_UP_TOKENS, options.new_tokens))
+            rates[count] = run(0, options.new_tokens).tokens_per_second
+    return max(counts, key=lambda count: rates[count])

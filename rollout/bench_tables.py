@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
-from transformers import AutoModelForCausalLM
+from rich.table import Column, Table
 
-from rollout.bench import SHARES, BenchOptions, Round, key_of, model_path
-from rollout.floor import measure_floor, weight_bytes_of_a_step
-from rollout.loader import no_progress_bar
+from rollout.bench import Case
+from rollout.bench_peers import PEERS
+from rollout.bench_variants import SHARES, Measured
 from rollout.plain import plain
 
 RATIOS = (
@@ -28,71 +25,133 @@ RATIOS = (
     ("recording", "generate_batch"),
     ("recording", "vLLM, recording"),
 )
+OTHERS = (*PEERS, "vLLM, recording")
 
 
-def tables(results: dict[str, list[Round]]) -> list[Table]:
-    """Per model and batch medians, then ratios with their spread; and where the time went."""
-    return [
-        table(name, rounds)
-        for name, rounds in results.items()
-        for table in (_table, _shares_table)
-        if table is _table or any(measured.shares for measured in rounds[0].values())
-    ]
+def tables(results: Mapping[str, Case]) -> list[Table]:
+    """Per model and batch medians, ratios with their spread, where the time went; the floor if it was measured."""
+    makers = (_table, _ratio_table, _shares_table)
+    found = [table(name, case) for name, case in results.items() for table in makers]
+    floors = {name: case for name, case in results.items() if case.floor is not None}
+    return [table for table in (*found, _decode_floor(floors), _prefill_floor(floors)) if table.row_count]
 
 
-def _table(title: str, rounds: list[Round]) -> Table:
-    out = Table(
-        "variant",
-        "tokens/s",
-        "min",
-        "max",
-        "ms/step",
-        "first token ms",
-        title=plain(f"{title}, {len(rounds)} rounds", "table.title"),
-    )
-    for name in rounds[0]:
-        rates = [r[name].tokens_per_second for r in rounds]
-        steps, firsts = [r[name].step_ms for r in rounds], [r[name].first_token_ms for r in rounds]
-        out.add_row(name, *(f"{f(rates):.0f}" for f in (statistics.median, min, max)), *map(_median, (steps, firsts)))
-    for a, b in RATIOS:
-        if a in rounds[0] and b in rounds[0]:
-            values = [r[a].tokens_per_second / r[b].tokens_per_second for r in rounds]
-            out.add_row(f"{a} / {b}", *(f"{f(values):.3f}" for f in (statistics.median, min, max)))
+def best_peer(case: Case) -> str | None:
+    """The peer with the highest median of tokens per second; None when there was none."""
+    rates = {name: median(case, name, "tokens_per_second") or 0.0 for name in OTHERS if name in case.threads}
+    return max(rates, key=lambda name: rates[name]) if rates else None
+
+
+def ratios(case: Case) -> dict[str, list[float]]:
+    """Of each pair that was measured, the ratio in every round; the last one is to the best peer."""
+    pairs = {f"{a} / {b}": (a, b) for a, b in RATIOS if {a, b} <= case.threads.keys()}
+    if (peer := best_peer(case)) is not None:
+        pairs[f"recording / best peer ({peer})"] = "recording", peer
+    return {
+        name: [r[a].tokens_per_second / r[b].tokens_per_second for r in case.rounds] for name, (a, b) in pairs.items()
+    }
+
+
+def median(case: Case, name: str, field: str) -> float | None:
+    """Over the rounds that have the figure."""
+    known = [value for r in case.rounds if (value := getattr(r[name], field)) is not None]
+    return statistics.median(known) if known else None
+
+
+def _new(first: str, *columns: str, title: str) -> Table:
+    narrow = (Column(name, overflow="fold", justify="right") for name in columns)
+    return Table(Column(first, no_wrap=True), *narrow, title=plain(title, "table.title"))
+
+
+def _table(title: str, case: Case) -> Table:
+    columns = "threads", "tokens/s", "min", "max", "ms/step", "first token ms", "MB added"
+    peak = f"{case.peak_megabytes:.0f} MB at most in this process"
+    out = _new("variant", *columns, title=f"{title}, {len(case.rounds)} rounds, {peak}")
+    for name, threads in case.threads.items():
+        spread = (f"{f(r[name].tokens_per_second for r in case.rounds):.0f}" for f in (statistics.median, min, max))
+        others = [median(case, name, field) for field in ("step_ms", "first_token_ms")]
+        memory = case.megabytes[name]
+        out.add_row(name, str(threads), *spread, *map(_number, others), "" if memory is None else f"{memory:.0f}")
     return out
 
 
-def _shares_table(title: str, rounds: list[Round]) -> Table:
-    out = Table("variant", *SHARES, title=plain(f"{title}, share of the time (they overlap)", "table.title"))
-    for name in rounds[0]:
-        parts = [shares for r in rounds if (shares := r[name].shares)]
-        if parts:
-            out.add_row(name, *(f"{statistics.median(part[of] for part in parts):.1%}" for of in SHARES))
+def _ratio_table(title: str, case: Case) -> Table:
+    out = _new("ratio of tokens/s in a round", "median", "min", "max", title=title)
+    for name, values in ratios(case).items():
+        out.add_row(name, *(f"{f(values):.3f}" for f in (statistics.median, min, max)))
     return out
 
 
-def floor_table(options: BenchOptions, results: dict[str, list[Round]]) -> Table:
-    """What the machine can do at best, and how near a step comes to reading each weight that it needs once."""
-    out = Table("model", "dtype", "GB/s", "GFLOP/s", "MB a step", "ms at least", "share", title="floor of this machine")
-    with tempfile.TemporaryDirectory() as scratch:
-        for model in options.models:
-            path = model_path(model, Path(scratch))
-            with no_progress_bar():
-                loaded: Any = AutoModelForCausalLM.from_pretrained(path)
-            floor = measure_floor(loaded.dtype, options.threads)
-            for batch in options.batches:
-                key, size = key_of(path, batch), weight_bytes_of_a_step(loaded, batch)
-                least = 1e3 * floor.seconds_to_read(size)
-                step = statistics.median(r["recording"].step_ms or float("nan") for r in results[key])
-                figures = floor.read / 1e9, floor.flops / 1e9, size / 1e6, least
-                out.add_row(key, str(loaded.dtype)[6:], *(f"{x:.1f}" for x in figures), f"{least / step:.0%}")
+def _shares_table(title: str, case: Case) -> Table:
+    parts = {name: [shares for r in case.rounds if (shares := r[name].shares)] for name in case.threads}
+    parts = {name: found for name, found in parts.items() if found}
+    counted = [of for of in SHARES if any(of in shares for found in parts.values() for shares in found)]
+    out = _new("variant", *counted, title=f"{title}, % of the time (they overlap)")
+    for name, found in parts.items():
+        out.add_row(name, *(f"{100 * statistics.median(shares[of] for shares in found):.1f}" for of in counted))
     return out
 
 
-def _median(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.1f}" if known else ""
+def _decode_floor(results: Mapping[str, Case]) -> Table:
+    """How near a decode step comes to reading each byte that it needs once."""
+    columns = "dtype", "threads", "GB/s", "MB a step", "ms at least", "ms", "share"
+    out = _new("decode", *columns, title="floor of this machine")
+    for name, case in results.items():
+        floor, step = case.floor, median(case, "recording", "decode_ms")
+        assert floor is not None
+        figures = floor.machine.read / 1e9, floor.step_bytes / 1e6, floor.step_ms, step
+        shown = floor.dtype, str(floor.threads), *map(_number, figures), _percent(_share(floor.step_ms, step))
+        out.add_row(name, *shown)
+    return out
 
 
-def to_json(results: dict[str, list[Round]]) -> dict[str, Any]:
-    """The same for programs."""
-    return {name: [{k: m._asdict() for k, m in r.items()} for r in rounds] for name, rounds in results.items()}
+def _prefill_floor(results: Mapping[str, Case]) -> Table:
+    """How near the prefill comes to the rate of a square matrix product."""
+    columns = "dtype", "threads", "GFLOP/s", "GFLOP", "ms at least", "ms", "share"
+    out = _new("prefill", *columns, title="floor of this machine")
+    for name, case in results.items():
+        floor, took = case.floor, median(case, "recording", "prefill_ms")
+        assert floor is not None
+        figures = floor.machine.flops / 1e9, floor.prefill_flops / 1e9, floor.prefill_ms, took
+        shown = floor.dtype, str(floor.threads), *map(_number, figures), _percent(_share(floor.prefill_ms, took))
+        out.add_row(name, *shown)
+    return out
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _share(least: float, measured: float | None) -> float | None:
+    return None if measured is None else least / measured
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def to_json(results: Mapping[str, Case]) -> dict[str, Any]:
+    """The same for programs: of each model and batch every round, threads and memory by variant, ratios, floor."""
+    return {name: _case_json(case) for name, case in results.items()}
+
+
+def _case_json(case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "rounds": [{name: measured._asdict() for name, measured in r.items()} for r in case.rounds],
+        "threads": case.threads,
+        "megabytes": case.megabytes,
+        "peak_megabytes": case.peak_megabytes,
+        "ratios": ratios(case),
+    }
+    if (floor := case.floor) is not None:
+        step, prefill = (median(case, "recording", field) for field in ("decode_ms", "prefill_ms"))
+        machine, needs = floor.machine._asdict(), {k: v for k, v in floor._asdict().items() if k != "machine"}
+        shares = {"decode_share": _share(floor.step_ms, step), "prefill_share": _share(floor.prefill_ms, prefill)}
+        found["floor"] = machine | needs | shares
+    return found
+
+
+def from_json(found: Mapping[str, Any]) -> Case:
+    """A case of `to_json`, without its floor."""
+    rounds = [{name: Measured(**measured) for name, measured in r.items()} for r in found["rounds"]]
+    return Case(rounds, found["threads"], found["megabytes"], found["peak_megabytes"])

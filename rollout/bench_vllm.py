@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
+
+from torch import set_num_threads
 
 from rollout.canary import OUTPUT_TOKENS, PROMPT_TOKENS
 from rollout.client import RolloutClient
 from rollout.loader import load_config
-from rollout.sampling import SamplingParams
 
 KV_BYTES = 1 << 30
 """Both this and eager mode make vLLM skip a warm-up on a CPU; it holds 64 sequences of the random models."""
 
 
-def start_vllm_client(path: str, device: str, batch: int, tokens: int) -> RolloutClient:
+def open_vllm(path: str, device: str, batch: int, tokens: int, threads: int) -> RolloutClient:
     """A client over vLLM with the dtype of the checkpoint, for `batch` sequences of `tokens` tokens.
+
+    vLLM binds its threads to no cores here (VLLM_CPU_OMP_THREADS_BIND=nobind): the thread which runs it computes with
+    as many as torch was set to before it began.
 
     Raises:
         ImportError: vLLM is not installed; the message says how to.
@@ -27,16 +30,5 @@ def start_vllm_client(path: str, device: str, batch: int, tokens: int) -> Rollou
         "kv_cache_memory_bytes": KV_BYTES,
         "enforce_eager": device == "cpu",
     }
+    set_num_threads(threads)
     return RolloutClient.local(path, backend="vllm", **options)
-
-
-def sample_vllm(client: RolloutClient, prompts: list[list[int]], new_tokens: int, number: int) -> float:
-    """Tokens per second of one round."""
-    params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, seed=number)
-    started = time.perf_counter()
-    traces = client.sample(prompts, sampling_params=params)
-    seconds = time.perf_counter() - started
-    made = sum(len(trace.completion_ids) for trace in traces)
-    if made != len(prompts) * new_tokens:
-        raise RuntimeError(f"vLLM made {made} tokens, need {len(prompts) * new_tokens}: {traces[0].error}")
-    return made / seconds

@@ -106,25 +106,27 @@ def families(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """See rollout/bench.py."""
-    from rollout.bench import PEERS, BenchOptions, run_bench
-    from rollout.bench_tables import floor_table, tables, to_json
+    from rollout.bench import BenchOptions, run_bench
+    from rollout.bench_peers import PEERS
+    from rollout.bench_tables import tables, to_json
     from rollout.vllm_in_process import require_vllm
 
     peers = [name for name in options.peers.split(",") if name]
     if unknown := set(peers) - set(PEERS):
         raise ValueError(f"peers {sorted(unknown)} are unknown; choose among {list(PEERS)}")
-    if options.floor and (options.json or options.device != "cpu"):
-        raise ValueError("--floor measures the CPU and prints a table; leave out --json, and --device")
+    if options.floor and options.device != "cpu":
+        raise ValueError(f"--floor measures the CPU; leave it out, or --device {options.device}")
     chosen = BenchOptions(
         models=options.model or options.sizes.split(","),
-        batches=[positive(batch) for batch in options.batches.split(",") if batch],
+        batches=_counts(options.batches),
         prompt_len=options.prompt_len,
         new_tokens=options.new_tokens,
         repeats=options.repeats,
-        threads=options.threads,
+        threads="auto" if options.threads == "auto" else _counts(options.threads),
         device=options.device,
         peers=peers,
         vllm=options.vllm,
+        floor=options.floor,
     )
     if options.vllm:
         require_vllm()
@@ -132,9 +134,13 @@ def bench(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(to_json(results)) + "\n")
     else:
-        for table in tables(results) + ([floor_table(chosen, results)] if options.floor else []):
+        for table in tables(results):
             Console().print(table)
     return 0
+
+
+def _counts(text: str) -> list[int]:
+    return [positive(count) for count in text.split(",") if count]
 
 
 def inspect(options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.peer
 def test_vllm_is_measured_beside_our_own_engine(capfd):
     arguments = ["--prompt-len", "8", "--new-tokens", "8", "--batches", "4", "--repeats", "1", "--peers", ""]
     assert main(["bench", "--vllm", "--json", *arguments]) == 0
-    (rounds,) = json.loads(capfd.readouterr().out.strip().splitlines()[-1]).values()
-    assert {"recording", "vLLM, recording"} <= rounds[0].keys()
-    assert rounds[0]["vLLM, recording"]["tokens_per_second"] > 0
+    (case,) = json.loads(capfd.readouterr().out.strip().splitlines()[-1]).values()
+    (measured,) = case["rounds"]
+    assert {"recording", "vLLM, recording"} <= measured.keys()
+    assert measured["vLLM, recording"]["tokens_per_second"] > 0
