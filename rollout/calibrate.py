@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rollout.forcing import ForcedSelection, Plan, native_choice
+from rollout.parallel import CollectiveError
 from rollout.router import RouterForward, SelectionLog, returned_ids, wrapped_forwards
 from storage.sites import FoundRouter
 
@@ -68,6 +69,8 @@ def _tried_alone(router: FoundRouter) -> Plan | None:
     run = partial(router.module.forward, hidden)
     try:
         run()
+    except CollectiveError:
+        raise
     except _FAILURES:
         return None
     return _plan(router, run)
@@ -81,6 +84,8 @@ def _tried_in_model(model: Any, routers: list[FoundRouter]) -> dict[int, Plan]:
             run = partial(forward, *args, **kwargs)
             try:
                 output = run()
+            except CollectiveError:  # of a neighbour that is gone: nothing is wrong with the router
+                raise
             except _FAILURES as error:
                 raise ValueError(f"{name_of(routers[site])} fails on two tokens ({error}); check its config") from error
             plans[site] = _plan(routers[site], run)

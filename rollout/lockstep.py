@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -88,8 +87,7 @@ class Lockstep:
     @classmethod
     def join(cls, member: Membership) -> Lockstep:
         """Join the group; raises CollectiveError when not all ranks come in time."""
-        model = join_group(member.rank, member.size, member.init_method, member.timeout_s)
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=member.timeout_s))
+        model, control = join_group(member.rank, member.size, member.init_method, member.timeout_s)
         place = member.rank, member.size, member.layout
         return cls(RankGroup(*place, model), RankGroup(*place, control), member.graph_batches)
 

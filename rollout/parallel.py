@@ -206,20 +206,24 @@ class RankGroup:
         self.seconds += time.perf_counter() - begun
 
 
-def join_group(rank: int, size: int, init_method: str, timeout_s: float) -> dist.ProcessGroup:
-    """Join the gloo group of `size` ranks at `init_method`, e.g. `tcp://127.0.0.1:29500` or `file:///tmp/rendezvous`.
+def join_group(rank: int, size: int, init_method: str, timeout_s: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Join `size` ranks at `init_method`, e.g. `tcp://127.0.0.1:29500` or `file:///tmp/rendezvous`.
+
+    Two gloo groups of all ranks come back: one for the forwards, one for what is agreed between them.
 
     Raises:
-        CollectiveError: not all ranks came within `timeout_s` seconds.
+        CollectiveError: not all ranks came within `timeout_s` seconds, each time that they meet.
     """
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            "gloo", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise CollectiveError(
             f"rank {rank} of {size} waited {timeout_s:g} s for the others at {init_method}: {error}"
         ) from error
     group = dist.group.WORLD
     assert group is not None
-    return group
+    return group, control

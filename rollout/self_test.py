@@ -20,7 +20,7 @@ from rollout.capture import RoutedExpertsCapturer
 from rollout.experts import ROW_MULTIPLE
 from rollout.layer_outputs import LayerOutputs, first_difference, record_layers
 from rollout.model_runner import ModelRunner
-from rollout.parallel import RankGroup, StepShape
+from rollout.parallel import CollectiveError, RankGroup, StepShape
 from rollout.request import Request
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Work
@@ -136,7 +136,7 @@ def _supported_forward(
 ) -> tuple[torch.Tensor, np.ndarray | None]:
     try:
         return engine_forward(runner, tokens, chunks)
-    except LatentCacheError:
+    except (LatentCacheError, CollectiveError):  # of a neighbour that is gone: nothing is wrong with the model
         raise
     except Exception as error:  # whatever a model does with a cache or a keyword that the slot pool lacks
         raise ValueError(

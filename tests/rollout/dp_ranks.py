@@ -47,7 +47,7 @@ def run_case(case: dict[str, Any], directory: Path, rank: int, group: Any) -> di
 
 def main(rank: int, size: int, directory: Path) -> None:
     torch.set_num_threads(1)
-    group = join_group(rank, size, f"file://{directory}/rendezvous{size}", timeout_s=60)
+    group, _ = join_group(rank, size, f"file://{directory}/rendezvous{size}", timeout_s=60)
     cases = [case for case in json.loads((directory / "cases.json").read_text()) if len(case["tokens"]) == size]
     torch.save([run_case(case, directory, rank, group) for case in cases], directory / f"size{size}-rank{rank}.pt")
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from rollout import rank_process, self_test
 from rollout.backend import SampleRequest
 from rollout.group_life import GroupLife
 from rollout.group_weights import SavedWeights
+from rollout.parallel import CollectiveError
 from rollout.rank_link import RankDiedError
 from rollout.rank_messages import Ended
 from rollout.sampling import SamplingParams
@@ -146,6 +148,31 @@ def test_whenever_ranks_die_during_an_update_those_that_serve_have_the_new_weigh
     assert made[-1].asked == [STAGED, ("apply", "keep", "keep")]
     assert all(ranks.killed or ranks.reason for ranks in made[:-1])
     assert life.wanted.weights is NEW
+
+
+def test_a_neighbour_that_is_lost_in_the_self_test_is_no_fault_of_the_model_and_the_group_is_started_again(
+    group, monkeypatch
+):
+    life, made = group()
+    lost = [CollectiveError("rank 0 of 2, step -1: expert inputs of layer 0 did not complete")]
+
+    def forward(*args):
+        raise lost.pop()
+
+    def start(ranks, starts):  # as a rank does, whose error comes over a pipe
+        if lost:
+            try:
+                self_test._supported_forward(SimpleNamespace(model=None, own_caches=None), [1], [1])
+            except Exception as error:
+                raise rank_process.portable(error) from error
+        return before(ranks, starts)
+
+    before = Ranks.start
+    monkeypatch.setattr(self_test, "engine_forward", forward)
+    monkeypatch.setattr(Ranks, "start", start)
+    made[0].die()
+    assert life.ranks is made[2]
+    assert lost == []
 
 
 def test_ranks_that_die_while_they_stage_are_followed_by_ranks_that_do(group):

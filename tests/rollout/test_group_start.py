@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from rollout.calibrate import plans_of
 from rollout.config import EngineOptions
 from rollout.group_start import facts
 from rollout.lockstep import Membership
+from rollout.parallel import CollectiveError
 from rollout.tiny_moe import MODEL_PATH
+from storage.sites import find_routers
 
 
 def facts_of(path: Path, layout: str = "alltoall", **options: object) -> dict[str, str]:
@@ -61,3 +67,20 @@ def test_every_option_counts(options: dict) -> None:
 
 def test_the_layout_counts() -> None:
     assert differing(Path(MODEL_PATH), "allgather") == {"layout"}
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["a router that is tried alone", "within the model"])
+def test_a_neighbour_that_is_lost_while_routers_are_tried_is_no_fault_of_the_model(monkeypatch, alone: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval()
+    routers = find_routers(model)
+
+    def lost(*args: Any) -> None:
+        calls.append(args)
+        if not alone and len(calls) <= len(routers):
+            raise TypeError("needs more than hidden states")
+        raise CollectiveError("rank 0 of 2, step -1: a collective did not complete")
+
+    calls: list[Any] = []
+    monkeypatch.setattr(type(routers[0].module), "forward", lost)
+    with pytest.raises(CollectiveError, match="did not complete"):
+        plans_of(model, routers)

@@ -1,9 +1,10 @@
 """What a rank concludes from what all ranks tell each other before a step."""
 
 import pytest
+import torch.distributed as dist
 
 from rollout.lockstep import Lockstep, Membership, Turn
-from rollout.parallel import RankGroup, StepShape
+from rollout.parallel import CollectiveError, RankGroup, StepShape
 
 NOTHING = Turn(0, 1, 1, 0)
 
@@ -82,6 +83,16 @@ def test_a_rank_that_was_started_with_something_else_is_named_with_what_it_is(lo
     control.all_gather_ints = lambda values, what: [values, [values[0], values[1] + 1]]
     with pytest.raises(ValueError, match=r"rank 1 has another dtype than rank 0. Rank 0 has {'dtype': 'float32'}"):
         rank.compare({"checkpoint": "a", "dtype": "float32"}, "options")
+
+
+def test_ranks_that_do_not_all_come_to_the_control_group_are_missed_as_those_that_never_came(monkeypatch, tmp_path):
+    def alone(**kwargs):
+        raise dist.DistBackendError("Timed out after 1s waiting for clients")
+
+    monkeypatch.setattr(dist, "new_group", alone)
+    with pytest.raises(CollectiveError, match=r"rank 0 of 1 waited 1 s for the others .*waiting for clients"):
+        Lockstep.join(Membership(0, 1, "alltoall", f"file://{tmp_path}/meeting", timeout_s=1))
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
