@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 CONDEMNED = "broken by a failed update"
 """The weight version of an engine whose update failed half-way, until it is started again."""
 
 
-def check_version(engine: str, found: str, least: tuple[int, int]) -> None:
-    """Refuse an engine older than `least`; ValueError names both."""
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
-    if len(numbers) == 2 and numbers < least:
-        raise ValueError(
-            f"{engine} {found} is too old for recorded routes; start version {least[0]}.{least[1]} or newer"
-        )
+def check_version(engine: str, found: str, least: tuple[int, ...]) -> None:
+    """Refuse an engine older than `least`; ValueError names both. A text that begins with no number is let through.
+
+    >>> check_version("SGLang", "0.5.9.post1", (0, 5, 23))
+    Traceback (most recent call last):
+    ValueError: SGLang 0.5.9.post1 is too old for recorded routes; start version 0.5.23 or newer
+    """
+    numbers = re.match(r"\d+(\.\d+)*", found)
+    if numbers is not None and tuple(map(int, numbers[0].split("."))) < least:
+        need = ".".join(map(str, least))
+        raise ValueError(f"{engine} {found} is too old for recorded routes; start version {need} or newer")
 
 
 def version_number(text: Any) -> int:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from rollout.backend import ModelInfo, PauseMode, SampleRequest, known_samples
 from rollout.engine_adapter import EngineAdapter, new_request_id
@@ -47,6 +47,8 @@ class ServedBackend(UpdatesByHalves):
     def __init__(
         self, adapter: EngineAdapter, *, max_running_requests: int = 512, retractions: Retractions = "refuse"
     ) -> None:
+        if retractions not in get_args(Retractions):
+            raise ValueError(f"retractions is {retractions!r}, need 'refuse' or 'invalidate'")
         self._adapter, self._retractions, self.window = adapter, retractions, max_running_requests
         self._life = EngineLife(adapter)
         self._closed = False

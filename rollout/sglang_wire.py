@@ -18,7 +18,7 @@ from rollout.engine_reply import EngineReply
 from rollout.engine_versions import version_number
 from rollout.rng import stream_key
 
-MIN_VERSION = (0, 5)
+MIN_VERSION = (0, 5, 23)
 CAPTURE_FLAG = "--enable-return-routed-experts"
 OFF = {
     "top_p": 1.0,
@@ -97,6 +97,7 @@ def sglang_reply(request: SampleRequest, body: Any, model: EngineModel) -> Engin
         finish, triples = meta["finish_reason"], meta["output_token_logprobs"]
         logprobs, logprob_ids = [float(t[0]) for t in triples], [int(t[1]) for t in triples]
         kind, matched = finish["type"], finish.get("matched")
+        retractions = int(meta["num_retractions"]) if ids else 0  # one that ended in the queue has none
         spans = [
             (version_number(s["version"]), int(s["start"]), int(s["end"])) for s in meta.get("weight_versions", ())
         ]
@@ -114,7 +115,7 @@ def sglang_reply(request: SampleRequest, body: Any, model: EngineModel) -> Engin
         finish_reason=kind,
         stop_reason=matched if isinstance(matched, str) or matched in request.sampling_params.stop_token_ids else None,
         versions=spans,
-        recomputed=bool(meta.get("num_retractions")),
+        recomputed=retractions > 0,
     )
 
 

@@ -139,6 +139,13 @@ def test_a_retracted_sequence_is_refused_or_loses_its_rows():
     assert len(trace.completion_ids) == 4
 
 
+def test_a_reply_that_does_not_say_whether_it_was_retracted_is_refused():
+    body = copy.deepcopy(SGLANG["eos"])
+    del body["meta_info"]["num_retractions"]
+    with pytest.raises(ValueError, match=r"run/0/0-0/0.*the answer lacks 'num_retractions'"):
+        sglang_reply(request(), body, MODEL)
+
+
 def test_a_dense_first_layer_is_taken_out():
     layers = np.zeros((3, 3, 2), np.uint8)
     layers[:, 1:] = [[1, 2], [3, 0]]
@@ -179,6 +186,10 @@ def test_an_engine_without_support_and_a_wrong_url_are_named():
     check_version("vLLM", "0.32.0", (0, 30))
     with pytest.raises(ValueError, match=r"vLLM 0\.9\.1 is too old .* 0\.30 or newer"):
         check_version("vLLM", "0.9.1", (0, 30))
+    check_version("SGLang", "0.5.23.post2", (0, 5, 23))
+    check_version("SGLang", "0.6.0rc1", (0, 5, 23))
+    with pytest.raises(ValueError, match=r"SGLang 0\.5\.9 is too old .* 0\.5\.23 or newer"):
+        check_version("SGLang", "0.5.9", (0, 5, 23))
     with pytest.raises(ValueError, match="need http://host:port"):
         HttpEngine("gpu-node:30000", None, 1, 1)
 
