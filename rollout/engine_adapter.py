@@ -42,6 +42,10 @@ class EngineAdapter(Protocol):
             EngineError, ValueError: it cannot be used; the message says what to start it with.
         """
 
+    @property
+    def progress(self) -> int | None:
+        """Grows while the engine computes; from any thread. None when it does not say: each answer has a time limit."""
+
     async def weight_version(self) -> int:
         """The version that the engine says it has now."""
 

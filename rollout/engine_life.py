@@ -45,6 +45,11 @@ class EngineLife:
             await asyncio.gather(self._revival, return_exceptions=True)
         await self._adapter.close()
 
+    @property
+    def serving(self) -> bool:
+        """Neither dead, nor being started, nor taking weights: requests that run are computed."""
+        return self._dead is None and not self._updating
+
     def died(self, why: str) -> None:
         """A request found the engine dead; whoever asks next starts it again."""
         if self._dead is None:

@@ -93,6 +93,12 @@ class ServedBackend(UpdatesByHalves):
             "weight_version": self._life.version,
         }
 
+    @property
+    def progress(self) -> int | None:
+        """Grows while the engine computes; None while it is started or takes weights, which may take long, and of a
+        running server, whose answers have a time limit (`timeout`)."""
+        return self._adapter.progress if self._life.serving else None
+
     def stream(self, requests: Sequence[SampleRequest]) -> ServedStream:
         """Each request's trace once, as they finish. A request that fails is a trace with its error; others go on.
 

@@ -25,6 +25,7 @@ class SglangHttp:
     """
 
     takes_state_dicts = owned = False
+    progress = None
 
     def __init__(self, http: HttpEngine, model: EngineModel, admin_api_key: str | None = None) -> None:
         self._http, self.model = http, model

@@ -29,6 +29,7 @@ class VllmHttp:
     """
 
     takes_state_dicts = owned = False
+    progress = None
 
     def __init__(self, http: HttpEngine, model: EngineModel, api: Literal["generate", "completions"]) -> None:
         self._http, self.model, self._api = http, model, api

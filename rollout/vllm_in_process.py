@@ -70,7 +70,7 @@ class VllmInProcess:
         self.own_weights, self.max_sequence_tokens = model.path, model.max_positions
         self.capabilities = vllm_capabilities("vLLM", stop_strings=False, version_spans=False)
         self._waiting: dict[str, _Waiting] = {}
-        self._version = 0
+        self._version = self._steps = 0
         self._engine: Any = None
         self._thread: EngineThread | None = None
 
@@ -83,6 +83,11 @@ class VllmInProcess:
         for song in await sing(self.generate, self.model.vocab_size, new_request_id):
             self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
         return self._version
+
+    @property
+    def progress(self) -> int:
+        """Steps that the engine has returned from."""
+        return self._steps
 
     async def weight_version(self) -> int:
         """Its own count: nobody else loads weights here."""
@@ -186,6 +191,7 @@ class VllmInProcess:
         for output in self._engine.step():
             if output.finished:
                 self._finish(output)
+        self._steps += 1
 
     def _finish(self, output: Any) -> None:
         waiting = self._waiting.pop(output.request_id, None)

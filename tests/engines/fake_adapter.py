@@ -19,6 +19,7 @@ class OwnedEngine:
         starts: how often it was started.
         dead: every request fails until it is started again; with `hopeless` it cannot be.
         fail_update: loading breaks it.
+        progress: answers given; see EngineAdapter.
         updates: (weights, version, running) of every load.
     """
 
@@ -29,7 +30,7 @@ class OwnedEngine:
         self.model, self.own_weights, self.max_sequence_tokens = model, "its own", 256
         self.capabilities = Capabilities(engine="Fake 1.0", frozen_recompute=False)
         self.starts, self.version, self.weights = 0, 0, "start"
-        self.generating = 0
+        self.generating = self.progress = 0
         self.start_seconds, self.opening, self.opened = 0.01, threading.Event(), False
         self.dead = self.hopeless = self.fail_update = False
         self.updates: list[tuple[Any, int, bool]] = []
@@ -53,6 +54,7 @@ class OwnedEngine:
         self.generating -= 1
         if self.dead:
             raise EngineDeadError("its thread has ended")
+        self.progress += 1
         count = request.sampling_params.max_tokens
         drawn = Drawn(list(request.prompt_ids), count, request.seed, self.weights, self.shape)
         return EngineReply(drawn.ids, drawn.ids, drawn.logprobs.tolist(), drawn.routes, "length")

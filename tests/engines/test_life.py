@@ -89,6 +89,20 @@ def test_an_update_that_comes_while_it_is_started_changes_no_weights_under_a_req
     assert engine.starts == 2
 
 
+def test_its_progress_is_the_engines_own_and_none_is_expected_while_it_is_started(backend, engine):
+    sample(backend, 3)
+    assert backend.progress == 3
+    engine.dead, engine.start_seconds = True, 0.2
+    sample(backend, 1)
+    outbox: queue.SimpleQueue = queue.SimpleQueue()
+    engine.opening.clear()
+    backend.start(SampleRequest("run/0/b/0", 0, (5, 7), PARAMS), outbox)
+    engine.opening.wait(20)
+    assert backend.progress is None
+    outbox.get(timeout=20)
+    assert backend.progress == 4
+
+
 def test_closing_while_it_is_started_leaves_no_engine_behind(engine):
     backend = ServedBackend(engine)
     engine.dead, engine.start_seconds = True, 0.2

@@ -219,6 +219,17 @@ def test_an_error_500_fails_its_request_and_the_others_finish(connect, server):
     assert_faithful(client.sample([[6, 7]], sampling_params=PARAMS)[0], server)
 
 
+def test_a_server_that_hangs_fails_what_it_held_when_the_time_for_an_answer_is_over(connect, server):
+    client = connect(timeout=0.5)
+    assert client.backend.progress is None  # nobody is to kill an actor for it: the server is others' to start
+    server.hold = True
+    traces = client.sample(PROMPTS, sampling_params=PARAMS)
+    assert [trace.finish_reason for trace in traces] == ["error", "error"]
+    assert all("no answer within 0.5 s" in trace.error for trace in traces)
+    server.hold = False
+    assert_faithful(client.sample([[6, 7]], sampling_params=PARAMS)[0], server)
+
+
 def test_a_killed_server_fails_what_it_held_and_the_client_recovers_when_it_returns(connect, server):
     client = connect()
     server.hold = True

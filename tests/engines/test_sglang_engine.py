@@ -29,6 +29,7 @@ class TokenizerManager:
     """The coroutines of SGLang's that an update and an abort use; all on the loop of the requests."""
 
     context_len = 200
+    last_receive_tstamp = 0.0  # seconds; SGLang sets it with each message of its schedulers
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -121,6 +122,11 @@ def assert_drawn(traces: list, weights: str, version: int) -> None:
         assert trace.completion_ids == drawn.ids
         assert trace.routed_experts.tolist() == drawn.routes.tolist()
         assert trace.weight_version == version
+
+
+def test_its_progress_is_the_time_of_the_last_message(client, sglang):
+    sglang.made[0].tokenizer_manager.last_receive_tstamp = 1_796_040_000.25
+    assert client.backend.progress == 1_796_040_000_250
 
 
 def test_it_is_started_with_capture_and_its_traces_are_those_of_the_contract(client, sglang, model, tmp_path):
