@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from storage.errors import MissingDataError
 from storage.index import Index
@@ -36,7 +36,8 @@ class Place(NamedTuple):
 
 
 class Catalog:
-    """The committed steps of a dataset as they were at the last `refresh`. Manifests are read when needed.
+    """The committed steps of a dataset as they were at the last `refresh`. Manifests are read when needed. A
+    pickled one takes along what it knows of the steps; manifests and index it reads again.
 
     >>> catalog = Catalog(open_store("traces/"))
     >>> catalog.steps, catalog.folder(1)
@@ -47,6 +48,13 @@ class Catalog:
         self._store = store
         self._cached = lru_cache(MANIFESTS_IN_MEMORY)(self._read)
         self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_cached"} | {"_index": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._cached = lru_cache(MANIFESTS_IN_MEMORY)(self._read)
 
     def refresh(self) -> None:
         """See what was committed, compacted or dropped since. A pack replaces the folders of its steps, and an archive

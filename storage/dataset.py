@@ -44,6 +44,10 @@ class TraceDataset:
     >>> [batch.num_rows for batch in ds.scan(columns=["sample_id", "reward"], filter=good)]
     [16, 16, 5]
 
+    It can be pickled, for DataLoader workers that are spawned and for Ray tasks: what arrives shows the same steps. A
+    URL goes along without credentials, which the other process takes from its own environment. Local datasets may be
+    used after a fork; one in an object store refuses that, as its client would hang.
+
     Raises:
         FileNotFoundError: when there is no dataset at `root`.
         FormatVersionError: when another release wrote it.
@@ -56,6 +60,9 @@ class TraceDataset:
         self._spec = read_spec(store)
         self._promises = read_promises(store)
         self._sources = Sources(store, self._spec, Catalog(store), Annotations(store))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"root": self.root if isinstance(self.root, str) else self.root.absolute()}
 
     def refresh(self) -> None:
         """See the steps that were committed, and the annotations that were made, since."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -31,7 +32,27 @@ class ObjectStore:
     """
 
     def __init__(self, client: Any, url: str) -> None:
-        self.client, self._url = client, url.rstrip("/")
+        self._client, self._url, self._pid = client, url.rstrip("/"), os.getpid()
+        self._own = False
+
+    @property
+    def client(self) -> Any:
+        """The obstore store. RuntimeError in a fork of the process that made it: its threads are not there, and every
+        call would wait for them for ever."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{self._url} was opened by process {self._pid}, of which this one, {os.getpid()}, is a fork: its "
+                'client would hang here. Start a new process, as DataLoader(..., multiprocessing_context="spawn") does'
+            )
+        return self._client
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A store made from a URL is made from it again; credentials come from where that process finds them."""
+        if self._url.startswith("memory:"):
+            raise TypeError(
+                f"{self._url} lies in the memory of this process and cannot be pickled; use s3:// or a path"
+            )
+        return (type(self).from_url, (self._url,)) if self._own else (type(self), (self.client, self._url))
 
     @classmethod
     def from_url(cls, url: str) -> ObjectStore:
@@ -42,9 +63,11 @@ class ObjectStore:
         except ImportError as error:
             raise ImportError(f"{url} needs the object store client: pip install 'moe-rollout[objects]'") from error
         try:
-            return cls(from_url(url), url)
+            store = cls(from_url(url), url)
         except BaseError as error:
             raise ValueError(f"{url} is no URL of an object store: {error}") from error
+        store._own = True
+        return store
 
     def url(self, name: str) -> str:
         """See `Store`."""
@@ -57,7 +80,7 @@ class ObjectStore:
     def open(self, name: str) -> pa.NativeFile:
         """See `Store`."""
         size = self.client.head(name)["size"]
-        return pa.PythonFile(_Ranges(self.client, name, size), mode="r")
+        return pa.PythonFile(_Ranges(self, name, size), mode="r")
 
     def size(self, name: str) -> int | None:
         """See `Store`."""
@@ -201,8 +224,8 @@ class ObjectFile(DigestFile):
 class _Ranges(io.RawIOBase):
     """Reads an object by ranges."""
 
-    def __init__(self, client: Any, name: str, size: int) -> None:
-        self._client, self._name, self._size, self._at = client, name, size, 0
+    def __init__(self, store: ObjectStore, name: str, size: int) -> None:
+        self._store, self._name, self._size, self._at = store, name, size, 0
 
     def readable(self) -> bool:
         return True
@@ -221,6 +244,6 @@ class _Ranges(io.RawIOBase):
         end = self._size if size < 0 else min(self._at + size, self._size)
         if end <= self._at:
             return b""
-        data = bytes(self._client.get_range(self._name, start=self._at, end=end))
+        data = bytes(self._store.client.get_range(self._name, start=self._at, end=end))
         self._at += len(data)
         return data

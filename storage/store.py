@@ -86,6 +86,9 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalStore, (self.root.absolute(),)  # whoever unpickles it may work in another directory
+
     def path(self, name: str) -> Path:
         """The file of `name`; DamagedDataError when it, or a directory on the way to it, is a symbolic link."""
         parts = PurePosixPath(name).parts
