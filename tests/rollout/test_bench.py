@@ -1,6 +1,7 @@
 """`moe-rollout bench` runs, counts what it says, and refuses what it does not know. It asserts nothing on time."""
 
 import contextlib
+import datetime
 import gc
 import importlib.util
 import json
@@ -20,6 +21,7 @@ from rollout.bench_variants import SHARES, Measured, Variant, _prefill_and_decod
 from rollout.engine_stats import StepEvent
 from rollout.floor import CaseFloor, Floor, attention_of, prefill_flops, weight_bytes_of_a_step
 from storage import Trace
+from tests.bench.readme_table import HEADER, README, TABLE, rewritten
 
 SHORT = {
     "completion_ids": [9],
@@ -240,6 +242,25 @@ def test_medians_and_ratios_by_hand():
     ]
     assert [column[0] for column in columns[1:]] == ["0.900", "0.800", "1.100"]
     assert ratios(case)["recording / best peer (vLLM, recording)"] == [1.8, 2.2, 1.6]
+
+
+def test_the_readme_has_the_table_that_its_script_writes():
+    """The same columns; a new run changes the table and the line above it, and nothing else."""
+    before = README.read_text()
+    (old,) = TABLE.findall(before)
+    assert old[1].splitlines()[0] == HEADER
+    assert {line.count("|") for line in old[1].splitlines()} == {HEADER.count("|")}
+    rounds = [
+        {"recording": Measured(rate), "recording off": Measured(100.0), "vLLM, recording": Measured(50.0)}
+        for rate in (90.0, 110.0, 80.0)
+    ]
+    case = Case(rounds, {"recording": 1, "recording off": 1, "vLLM, recording": 2}, {}, 0.0)
+    after = rewritten(before, {"mid B16": case}, "a machine", datetime.date(2027, 1, 2))
+    (new,) = TABLE.findall(after)
+    assert new[0] == "<!-- bench: 3 rounds on a machine, 2027-01-02 -->\n"
+    ours, vllm = "0.90 (0.80-1.10)", "1.80 (1.60-2.20)"
+    assert new[1].splitlines()[2:] == [f"| mid B16 | 90 | {ours} |  |  |  |  |  | {vllm} | 1, 2 |"]
+    assert after.replace("".join(new), "") == before.replace("".join(old), "")
 
 
 def test_an_unknown_peer_is_named(checkpoint, capsys):
