@@ -75,8 +75,10 @@ class SglangEngine:
 
     @property
     def progress(self) -> int | None:
-        """When its schedulers sent something last, in ms, as they do every 50 tokens of a request at the latest. SGLang's
-        own health check reads the same."""
+        """When its schedulers sent something last, in ms: every 50 tokens of a request at the latest.
+
+        SGLang's own health check reads the same.
+        """
         return None if self._engine is None else int(1000 * self._engine.tokenizer_manager.last_receive_tstamp)
 
     async def weight_version(self) -> int:
