@@ -21,3 +21,11 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directories(path: Path) -> None:
+    """Make `path` and what is missing above it, and wait until the names that are new are on disk."""
+    new = [level for level in (path, *path.parents) if not level.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for level in new:
+        fsync_directory(level.parent)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from storage.durable import make_directories
 from storage.errors import DatasetInUseError
 from storage.links import refuse_link
 from storage.store import Root, is_remote, local_path
@@ -48,7 +49,7 @@ class Lease:
         if is_remote(root):
             raise ValueError(f"{root} is an object store, which has no locks: a lease needs a local dataset")
         directory = local_path(root)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory)
         self._path = directory / LEASE_FILE
         refuse_link(self._path)
         self._descriptor: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from stat import S_ISREG
 
-from storage.durable import fsync_directory, write_durably
+from storage.durable import fsync_directory, make_directories, write_durably
 from storage.errors import DatasetInUseError
 from storage.links import refuse_link
 from storage.manifest import DATASET_FILE, dataset_json
@@ -64,7 +64,7 @@ class StagingDirectory:
 
 def create_dataset(root: Path, spec: RoutingSpec, promises: Promises | None = None) -> bool:
     """Make `root` a dataset of `spec`; False when it is one already. Of several racing writers one creates it."""
-    (root / _STAGING).mkdir(parents=True, exist_ok=True)
+    make_directories(root)
     with staging_lock(root):
         if (root / DATASET_FILE).exists():
             return False

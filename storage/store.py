@@ -147,20 +147,20 @@ class LocalStore:
             temporary = new_entry(self.root, "file")
             write_durably(temporary, data)
             try:
-                self._parent(name)
+                self.path(name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(temporary, self.path(name))
             finally:
                 temporary.unlink()
-            fsync_directory(self.path(name).parent)
+            self._sync_parents(name)
 
     def replace(self, name: str, data: bytes) -> None:
         """See `Store`. Written under `_staging`, renamed into place."""
         with staging_lock(self.root):
             temporary = new_entry(self.root, "file")
             write_durably(temporary, data)
-            self._parent(name)
+            self.path(name).parent.mkdir(parents=True, exist_ok=True)
             os.rename(temporary, self.path(name))
-            fsync_directory(self.path(name).parent)
+            self._sync_parents(name)
 
     def remove(self, name: str) -> None:
         """See `Store`. A folder is first renamed into `_staging`: no reader sees half of one."""
@@ -175,8 +175,8 @@ class LocalStore:
         """See `Store`. A folder appears here with its manifest, so there are none."""
         return []
 
-    def _parent(self, name: str) -> None:
-        parent = self.path(name).parent
-        if not parent.is_dir():
-            parent.mkdir(parents=True, exist_ok=True)
-            fsync_directory(parent.parent)
+    def _sync_parents(self, name: str) -> None:
+        """Of every directory between the file and the root: one that is there may be of a writer that died before its
+        name was on disk."""
+        for parent in PurePosixPath(name).parents:
+            fsync_directory(self.root / parent)

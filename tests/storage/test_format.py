@@ -1,10 +1,8 @@
-"""storage/FORMAT.md, byte by byte: the JSON texts, the order of durable operations, and refusals of newer versions."""
+"""storage/FORMAT.md, byte by byte: the JSON texts, and refusals of newer versions."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from hashlib import sha256
 from pathlib import Path
 
@@ -105,38 +103,6 @@ def test_the_crc_and_the_ids_of_a_row(tmp_path: Path) -> None:
     assert row["routed_experts"] == [b"\x03", b"\x0f"]
     # zlib.crc32 of int32 5 7 | int32 9 | float32 -0.5 | ids 3 15, little-endian
     assert row["crc32"] == 0x6FA9D8DF
-
-
-def test_the_order_of_durable_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def name(path: object) -> str:
-        short = str(Path(str(path)).relative_to(tmp_path)) if str(path) != str(tmp_path) else "."
-        return re.sub(r"000000007-.*-[0-9a-f]{32}", "STAGING", short)
-
-    def watch(call: str) -> None:
-        real = getattr(os, call)
-
-        def patched(*args: object, **kwargs: object) -> object:
-            where = [os.readlink(f"/proc/self/fd/{args[0]}")] if call == "fsync" else args
-            seen.append(" ".join([call, *(name(path) for path in where)]))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, call, patched)
-
-    with TraceWriter(tmp_path, ONE) as writer:
-        writer.write([trace()], step=7)
-        for call in ("fsync", "rename"):
-            watch(call)
-        writer.commit(7)
-    assert seen == [
-        "fsync _staging/STAGING/part-00000.staging",
-        "fsync _staging/STAGING/_manifest.json",
-        "rename _staging/STAGING/part-00000.staging _staging/STAGING/part-00000.parquet",
-        "fsync _staging/STAGING",
-        "rename _staging/STAGING step-000000007",
-        "fsync .",
-    ]
 
 
 @pytest.mark.parametrize(
