@@ -6,15 +6,18 @@ health, and computes neither the old model nor the new one. So the first update 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 from rollout.backend import SampleRequest
-from rollout.engine_reply import EngineReply
+from rollout.engine_adapter import new_request_id
+from rollout.engine_model import EngineModel
+from rollout.engine_reply import EngineReply, trace_of
 from rollout.sampling import SamplingParams
 
+Generate: TypeAlias = Callable[[SampleRequest, str], Awaitable[EngineReply]]
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 3, 16, 8
 
 
@@ -32,19 +35,26 @@ def one_choice(vocab_size: int) -> SampleRequest:
     return SampleRequest("canary/0/sure/0", 0, tuple(map(int, prompt)), params)
 
 
-async def sing(
-    generate: Callable[[SampleRequest, str], Awaitable[EngineReply]], vocab_size: int, names: Callable[[], str]
-) -> list[Song]:
-    """Greedy answers to fixed prompts. `names` gives each request its id."""
+def greedy_requests(vocab_size: int) -> list[SampleRequest]:
+    """Of prompts that nobody asked before: keys and values from a prefix cache were computed in other batches, which in
+    bfloat16 is enough to change a route."""
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=0)
+    prompts = np.random.default_rng().integers(0, vocab_size, (PROMPTS, PROMPT_TOKENS)).tolist()
+    return [SampleRequest(f"canary/0/{i}/0", 0, tuple(prompt), params) for i, prompt in enumerate(prompts)]
+
+
+async def sing(generate: Generate, model: EngineModel, requests: Sequence[SampleRequest]) -> list[Song]:
+    """The checked answers, one after the other.
+
+    Raises:
+        ValueError: an answer cannot become a trace of this model.
+        EngineError: the engine refused, or failed.
+    """
     songs = []
-    for index in range(PROMPTS):
-        prompt = np.random.default_rng(index).integers(0, vocab_size, PROMPT_TOKENS)
-        params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=0)
-        request = SampleRequest(f"canary/0/{index}/0", 0, tuple(map(int, prompt)), params)
-        reply = await generate(request, names())
-        if reply.layers is None:
-            raise ValueError("the canary's answer holds no routes")
-        songs.append(Song(reply.output_ids, reply.layers))
+    for request in requests:
+        reply = await generate(request, new_request_id())
+        trace_of(request, reply, model, 0)
+        songs.append(Song(reply.output_ids, cast("np.ndarray", reply.layers)))
     return songs
 
 

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.canary import difference, sing
-from rollout.engine_adapter import EngineAdapter, new_request_id
+from rollout.canary import difference, greedy_requests, sing
+from rollout.engine_adapter import EngineAdapter
 from rollout.engine_reply import EngineDeadError, EngineError
 from rollout.update_modes import Unchanging
 
@@ -27,7 +27,7 @@ class EngineLife:
         self.version = 0
         self._source: Any = None  # of the last update, when it can be loaded again
         self._updated = False
-        self._canary_passed = False
+        self.rehearsed = False
         self._dead: str | None = None
         self._lost: str | None = None  # alive again, but without its weights
         self._beyond_help = False
@@ -151,16 +151,17 @@ class EngineLife:
             self._beyond_help = True
 
     async def _rehearse(self, running: bool) -> None:
-        if self._canary_passed:
+        if self.rehearsed:
             return
-        vocab = self._adapter.model.vocab_size
-        own = self._adapter.model.path if self.version else self._adapter.own_weights
-        before = await sing(self._adapter.generate, vocab, new_request_id)
+        model = self._adapter.model
+        songs = greedy_requests(model.vocab_size)
+        own = model.path if self.version else self._adapter.own_weights
+        before = await sing(self._adapter.generate, model, songs)
         await self._adapter.load_weights(own, self.version, running=running)
-        after = await sing(self._adapter.generate, vocab, new_request_id)
+        after = await sing(self._adapter.generate, model, songs)
         if changed := difference(before, after):
             raise EngineError(
                 f"loading its own weights again changed the model ({changed}): updates in place are refused"
                 + (f"; or version {self.version} is not in {own}" if self.version else "")
             )
-        self._canary_passed = True
+        self.rehearsed = True

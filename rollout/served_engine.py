@@ -246,7 +246,8 @@ class ServedBackend(UpdatesByHalves):
         """See `RolloutClient.update_weights`: checked here, loaded by calling what this gives.
 
         The first update is a rehearsal: the current weights are loaded again and must give the same greedy tokens and
-        routes. After an update that failed the engine counts as dead.
+        routes, with nothing beside them: what runs ends first, that once also with "keep". After an update that failed
+        the engine counts as dead.
 
         Args:
             source: a checkpoint directory, visible here and to the engine, or, in process, a state dict.
@@ -270,6 +271,8 @@ class ServedBackend(UpdatesByHalves):
         was_open = self._gate.is_set()
         if in_flight != "keep":
             await self._pause(in_flight)
+        elif not self._life.rehearsed:
+            await self._pause("wait")
         try:
             await self._life.update(source, version, running=in_flight == "keep")
         finally:

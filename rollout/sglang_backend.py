@@ -6,8 +6,7 @@ import logging
 from typing import Any
 
 from rollout.backend import SampleRequest
-from rollout.canary import OUTPUT_TOKENS, PROMPT_TOKENS, sing
-from rollout.engine_adapter import new_request_id
+from rollout.canary import OUTPUT_TOKENS, PROMPT_TOKENS, greedy_requests, sing
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineError, EngineReply
 from rollout.engine_versions import CONDEMNED, check_version, version_number
@@ -68,9 +67,7 @@ class SglangHttp:
         if self.max_sequence_tokens < PROMPT_TOKENS + OUTPUT_TOKENS:
             raise ValueError(f"{self._http.url} takes {self.max_sequence_tokens} tokens; raise --context-length")
         try:
-            songs = await sing(self.generate, self.model.vocab_size, new_request_id)
-            for song in songs:
-                self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
+            await sing(self.generate, self.model, greedy_requests(self.model.vocab_size))
         except ValueError as error:
             raise ValueError(f"{self._http.url} cannot serve model {self.model.path!r} with routes: {error}") from error
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.backend import SampleRequest
-from rollout.canary import sing
-from rollout.engine_adapter import new_request_id
+from rollout.canary import greedy_requests, sing
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
 from rollout.engine_versions import check_version
@@ -57,8 +56,7 @@ class SglangEngine:
         self._engine = await asyncio.shield(self._building)
         self._version = 0
         self.max_sequence_tokens = int(self._engine.tokenizer_manager.context_len)
-        for song in await sing(self.generate, self.model.vocab_size, new_request_id):
-            self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
+        await sing(self.generate, self.model, greedy_requests(self.model.vocab_size))
         return self._version
 
     def _build(self) -> Any:

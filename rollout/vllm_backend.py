@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rollout.backend import SampleRequest
-from rollout.canary import one_choice, sing
+from rollout.canary import greedy_requests, one_choice, sing
 from rollout.engine_adapter import new_request_id
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
@@ -67,8 +67,7 @@ class VllmHttp:
 
     async def _probe(self) -> None:
         """What it does: routes, logprobs of the distribution sampled from, and whether it can load weights."""
-        for song in await sing(self.generate, self.model.vocab_size, new_request_id):
-            self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
+        await sing(self.generate, self.model, greedy_requests(self.model.vocab_size))
         sure = await self.generate(one_choice(self.model.vocab_size), new_request_id())
         if not abs(sure.logprobs[0]) < 1e-3:
             raise ValueError(

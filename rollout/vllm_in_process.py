@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.backend import SampleRequest
-from rollout.canary import sing
-from rollout.engine_adapter import new_request_id
+from rollout.canary import greedy_requests, sing
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
 from rollout.engine_thread import EngineThread
@@ -80,8 +79,7 @@ class VllmInProcess:
         self._thread = EngineThread(self._busy, self._step, self._ended)
         await self._thread.do(self._build)
         self._version = 0
-        for song in await sing(self.generate, self.model.vocab_size, new_request_id):
-            self.model.spec.check_routes(self.model.sites(song.layers, "probe"), name="probe")
+        await sing(self.generate, self.model, greedy_requests(self.model.vocab_size))
         return self._version
 
     @property
