@@ -8,6 +8,9 @@ import numpy as np
 
 from storage.trace import RoutingSpec, Trace
 
+MANY_ROWS = 64
+"""In so many rows a router with a choice takes another expert than the first at least once."""
+
 
 def validate_trace(trace: Trace, spec: RoutingSpec, logprob_ids: Sequence[int] | None = None) -> Trace:
     """Return `trace` with its routes in `spec.dtype`, if an engine can have meant it.
@@ -20,8 +23,8 @@ def validate_trace(trace: Trace, spec: RoutingSpec, logprob_ids: Sequence[int] |
 
     Raises:
         ValueError: naming the sample, when rows or spans do not cover the tokens, ids are out of range or double in a
-            row, all routes are zero, logprobs are not finite, above 0 or of other tokens, or routes are
-            missing behind a first token.
+            row, all routes or those of a layer are zero, logprobs are not finite, above 0 or of other tokens, or
+            routes are missing behind a first token.
     """
     name = f"trace {trace.sample_id!r}"
     trace.check()
@@ -40,6 +43,10 @@ def validate_trace(trace: Trace, spec: RoutingSpec, logprob_ids: Sequence[int] |
     if valid.size > 16 and not valid.any():
         raise ValueError(f"{name}: every id of its {len(valid)} rows is 0: routes were not captured")
     for index, site in enumerate(spec.sites):
+        if len(valid) >= MANY_ROWS and site.num_experts > 1 and not valid[:, index, : site.top_k].any():
+            raise ValueError(
+                f"{name}: every id of site {index} ({site.name}) is 0 in {len(valid)} rows: that layer was not captured"
+            )
         _check_site(valid[:, index, : site.top_k], f"{name}: site {index} ({site.name})")
     return trace
 

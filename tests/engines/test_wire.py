@@ -207,6 +207,19 @@ def made(**changes) -> Trace:
     return Trace(**fields | changes)
 
 
+def test_a_layer_of_zeros_is_refused_also_where_one_expert_is_chosen():
+    """With K = 1 no id is double, and the other layers are not zero."""
+    spec = RoutingSpec.uniform(num_sites=3, num_experts=8, top_k=1)
+    routes = np.random.default_rng(0).integers(0, 8, (80, 3, 1))
+    trace = made(prompt_ids=list(range(79)), routed_experts=routes)
+    validate_trace(trace, spec)
+    routes[:, 1] = 0
+    with pytest.raises(ValueError, match=r"run/0/0-0/0.*every id of site 1 .* is 0 in 80 rows: that layer was not"):
+        validate_trace(made(prompt_ids=list(range(79)), routed_experts=routes), spec)
+    short = made(prompt_ids=list(range(20)), routed_experts=routes[:21])
+    assert validate_trace(short, spec) is short
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
