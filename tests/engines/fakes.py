@@ -43,7 +43,7 @@ class FakeServer:
 
     Attributes:
         spoil: changes a reply before it is sent; gets the prompt and the body.
-        hold: while set, generation waits; an abort ends it.
+        hold: while set, generation waits; an abort ends it, `let_go` goes on.
         late: seconds on the way before a request that will be held is known here.
         drifts: weights that are loaded again are not the same, as in a broken reload.
         absent: paths that do not exist, as without a flag.
@@ -136,11 +136,17 @@ class FakeServer:
             await asyncio.sleep(self.late)
             self.held[request_id] = asyncio.Event()
             await self.held[request_id].wait()
-            count, finish = 3, "abort"
+            if self.hold:
+                count, finish = 3, "abort"
         else:
             await asyncio.sleep(0.002)
         self.running -= 1
         return Drawn(prompt, count, seed, self.weights, self.shape), finish
+
+    def let_go(self) -> None:
+        """Answer whatever is held."""
+        self.hold = False
+        self._loop.call_soon_threadsafe(self.release, lambda request_id: True)
 
     def release(self, matches: Callable[[str], bool]) -> None:
         for request_id, event in self.held.items():

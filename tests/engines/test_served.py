@@ -60,13 +60,23 @@ def test_a_dataset_that_promises_frozen_routes_takes_none_that_are_not(connect, 
         connect(traces=tmp_path / "traces")
 
 
-def test_512_requests_at_once_arrive_once_each_and_never_more_than_allowed(connect, server):
-    client = connect(max_running_requests=64)
-    traces = client.sample([[1 + i % 90, i // 90] for i in range(512)], sampling_params=PARAMS)
-    assert len({trace.sample_id for trace in traces}) == 512
+def test_512_requests_that_wait_at_once_all_arrive(connect, server):
+    client = connect()
+    server.hold = True
+    prompts = [[1 + i % 90, i // 90] for i in range(600)]
+    traces: list = []
+    thread = threading.Thread(target=lambda: traces.extend(client.sample(prompts, sampling_params=PARAMS)))
+    thread.start()
+    while len(server.held) < 512:
+        thread.join(0.01)
+    assert client.stats()["requests_running"] == 512
+    server.let_go()
+    thread.join(60)
+    assert server.peak == 512
+    assert [trace.prompt_ids for trace in traces] == prompts
+    assert len({trace.sample_id for trace in traces}) == 600
     for trace in traces:
         assert_faithful(trace, server)
-    assert 1 < server.peak <= 64
 
 
 def test_a_consumer_that_pauses_holds_a_bounded_number_of_requests(connect, server):
