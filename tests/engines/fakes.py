@@ -12,6 +12,7 @@ import io
 import json
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class FakeServer:
     Attributes:
         spoil: changes a reply before it is sent; gets the prompt and the body.
         hold: while set, generation waits; an abort ends it, `let_go` goes on.
+        cut: path to how many of its coming answers end in mid-body, with the connection.
+        full: path to how many of its coming requests are not taken, 503.
         late: seconds on the way before a request that will be held is known here.
         drifts: weights that are loaded again are not the same, as in a broken reload.
         absent: paths that do not exist, as without a flag.
@@ -63,6 +66,8 @@ class FakeServer:
         self.spoil: Callable[[list[int], Any], Any] = lambda prompt, body: body
         self.hold = self.drifts = self.refuse_flush = self.fail_update = False
         self.late = 0.0
+        self.cut: Counter[str] = Counter()
+        self.full: Counter[str] = Counter()
         self.absent: set[str] = set()
         self.raw_logprobs, self.extended, self.paused = False, True, False
         self.seen: list[tuple[str, Any, Any]] = []
@@ -115,9 +120,16 @@ class FakeServer:
         handler = self.routes().get(f"{request.method} {request.path}")
         if handler is None or request.path in self.absent:
             return web.json_response({"detail": "Not Found"}, status=404)
+        if self.full[request.path]:
+            self.full[request.path] -= 1
+            return web.json_response(SGLANG["errors"]["503"], status=503)
         answer = handler(body, request)
         answer = await answer if asyncio.iscoroutine(answer) else answer
-        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+        answer = answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+        if self.cut[request.path]:
+            self.cut[request.path] -= 1
+            return await half(answer, request)
+        return answer
 
     def routes(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -152,6 +164,16 @@ class FakeServer:
         for request_id, event in self.held.items():
             if matches(request_id):
                 event.set()
+
+
+async def half(answer: web.Response, request: web.Request) -> web.StreamResponse:
+    """The first half of an answer, and the connection with it."""
+    text = answer.text.encode()
+    cut = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(text))})
+    await cut.prepare(request)
+    await cut.write(text[: len(text) // 2])
+    request.transport.close()
+    return cut
 
 
 def sglang_body(drawn: Drawn, finish: str, rid: str, version: str) -> dict[str, Any]:
