@@ -18,6 +18,7 @@ from storage.errors import (
     FormatVersionError,
     SpecMismatchError,
     StepExistsError,
+    UnknownCommitError,
 )
 from storage.lease import Lease
 from storage.staging import clean_staging
@@ -43,6 +44,7 @@ __all__ = [
     "Trace",
     "TraceDataset",
     "TraceWriter",
+    "UnknownCommitError",
     "WeightSpan",
     "clean_staging",
     "merge_turns",

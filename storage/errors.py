@@ -19,6 +19,10 @@ class StepExistsError(DatasetError):
     """The step is already committed; a committed step never changes."""
 
 
+class UnknownCommitError(DatasetError):
+    """An object store neither confirmed nor refused a commit. It may be there, now or in a moment, or never."""
+
+
 class DatasetInUseError(DatasetError):
     """Another process holds the lease of the dataset, or compacts or archives it."""
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 import errno
 import io
 import os
-import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
 
-from storage.errors import MissingDataError
 from storage.manifest import MANIFEST_FILE, is_folder, read_manifest, step_of_folder
-from storage.part import DigestFile
 from storage.store import Stamp
 
 MANIFEST = f"/{MANIFEST_FILE}"
@@ -147,78 +144,6 @@ class ObjectStore:
     def _list(self, folder: str | None = None) -> Iterator[Any]:
         for batch in self.client.list(folder):
             yield from batch
-
-
-class ObjectPlace:
-    """See `storage.open_folder.Place`: parts go where they stay, under names that no other writer uses."""
-
-    def __init__(self, store: ObjectStore, target: str) -> None:
-        self._store, self._target, self._unique = store, target, uuid.uuid4().hex
-        self._parts: list[str] = []
-        self._manifest = b""
-
-    def new_part(self, index: int) -> tuple[str, DigestFile]:
-        """See `Place`."""
-        import obstore
-
-        self._parts.append(f"part-{index:05d}-{self._unique}.parquet")
-        writer = obstore.open_writer(self._store.client, f"{self._target}/{self._parts[-1]}")
-        return self._parts[-1], ObjectFile(writer)
-
-    @property
-    def folder(self) -> str:
-        """See `Place`."""
-        return self._target
-
-    def adopt(self, folder: str, name: str, index: int) -> str:
-        """See `Place`. It lies where it belongs already, under a name that no other place gives."""
-        return name
-
-    def seal(self, manifest: bytes) -> None:
-        """See `Place`."""
-        self._manifest = manifest
-
-    def publish(self) -> None:
-        """See `Place`."""
-        self._store.create(f"{self._target}/{MANIFEST_FILE}", self._manifest)
-
-    def settle(self) -> None:
-        """See `Place`: a put that has been answered is durable."""
-
-    def remove(self) -> None:
-        """See `Place`. Only parts: nobody else has these names. Those of a manifest that is there are committed, by a
-        writer that adopted them, or by a put whose answer was lost."""
-        for name in sorted(set(self._parts) - self._committed()):
-            self._store.remove(f"{self._target}/{name}")
-
-    def _committed(self) -> set[str]:
-        try:
-            return {file.path for file in read_manifest(self._store, self._target).files}
-        except MissingDataError:
-            return set()
-
-    def release(self) -> None:
-        """See `Place`."""
-
-
-class ObjectFile(DigestFile):
-    """A multipart upload. One that is discarded is never completed, so no object appears."""
-
-    def write(self, data: bytes) -> int:
-        """See `DigestFile`."""
-        return super().write(bytes(data))
-
-    def flush(self) -> None:
-        """Parts of an upload are sent when they are full."""
-
-    def sync_and_close(self) -> None:
-        """Complete the upload."""
-        self._taking = False
-        self._file.close()
-
-    def discard(self) -> None:
-        """See `DigestFile`."""
-        self._taking = False
 
 
 class _Ranges(io.RawIOBase):

@@ -39,6 +39,9 @@ class Place(Protocol):
     def folder(self) -> str:
         """Where they lie before the commit, relative to the dataset."""
 
+    def lend(self) -> None:
+        """From now on another place may adopt the parts, and commit them without a word to this one."""
+
     def adopt(self, folder: str, name: str, index: int) -> str:
         """Take the closed part `name` of another place, which lies in its `folder`; the name it has here."""
 
@@ -96,6 +99,7 @@ class OpenFolder:
     def close(self) -> Parts:
         """Close the files, for another folder to adopt them."""
         self._close_part()
+        self._place.lend()
         return Parts(self._place.folder, self._files)
 
     def adopt(self, parts: Parts) -> None:
@@ -155,6 +159,9 @@ class StagedPlace:
         """See `Place`."""
         return str(self._staging.path.relative_to(self._root))
 
+    def lend(self) -> None:
+        """See `Place`: who adopts a part moves it away."""
+
     def adopt(self, folder: str, name: str, index: int) -> str:
         """See `Place`. The bytes were fsynced by whoever wrote them, the directory is before the commit."""
         self._parts.append(f"part-{index:05d}.parquet")
@@ -197,7 +204,8 @@ def new_place(store: Store, what: str, target: str) -> Place:
     """A place for a folder that will be named `target`; `what` tells in `_staging` what it is."""
     if isinstance(store, LocalStore):
         return StagedPlace(store.root, what, target)
-    from storage.object_store import ObjectPlace, ObjectStore
+    from storage.object_place import ObjectPlace
+    from storage.object_store import ObjectStore
 
     assert isinstance(store, ObjectStore)
     return ObjectPlace(store, target)

@@ -126,6 +126,7 @@ class TraceWriter:
             ValueError: when nothing was written for `step`.
             StepExistsError, DuplicateSampleError: when another writer was faster; the step is abandoned.
             OSError: the disk failed or is full; the step is abandoned, committed steps are intact.
+            UnknownCommitError: an object store did not answer; the step is abandoned here and may be committed.
         """
         with self._lock:
             self._check_usable(step)
