@@ -155,10 +155,10 @@ class FakeServer:
         self.running -= 1
         return Drawn(prompt, count, seed, self.weights, self.shape), finish
 
-    def let_go(self) -> None:
-        """Answer whatever is held."""
-        self.hold = False
-        self._loop.call_soon_threadsafe(self.release, lambda request_id: True)
+    def let_go(self, one: str | None = None) -> None:
+        """Answer one that is held, or all and hold no more."""
+        self.hold = self.hold and one is not None
+        self._loop.call_soon_threadsafe(self.release, lambda request_id: one in (None, request_id))
 
     def release(self, matches: Callable[[str], bool]) -> None:
         for request_id, event in self.held.items():

@@ -120,21 +120,49 @@ def test_an_abort_that_overtakes_its_request_is_said_again(connect, server):
     assert [finished.trace.finish_reason for finished in result] == ["abort"]
 
 
-def test_leaving_a_stream_aborts_exactly_its_own_requests(connect, server):
+def test_an_abort_ends_exactly_the_requests_of_its_stream(connect, server):
     client = connect()
     server.hold = True
-    left, kept = client.backend.stream(_requests(client, 1)), client.backend.stream(_requests(client, 1, key="k"))
-    result: list = []
-    threads = [threading.Thread(target=lambda s=s: result.extend(s), daemon=True) for s in (kept,)]
-    left._backend.start(left._pending[0], left._outbox)
-    threads[0].start()
+    found: dict[str, list] = {"l": [], "k": []}
+    streams = {key: client.backend.stream(_requests(client, 1, key=key)) for key in found}
+    threads = [threading.Thread(target=lambda k=k: found[k].extend(streams[k]), daemon=True) for k in found]
+    for thread in threads:
+        thread.start()
     while len(server.held) < 2:
         threads[0].join(0.01)
-    left.abort()
-    assert not result
-    kept.abort()
+    streams["l"].abort()
     threads[0].join(20)
-    assert [finished.trace.finish_reason for finished in result] == ["abort"]
+    assert [finished.trace.finish_reason for finished in found["l"]] == ["abort"]
+    ended = [name for name, event in server.held.items() if event.is_set()]
+    assert set(aborted(server)) == set(ended)
+    assert len(ended) == 1
+    assert found["k"] == []
+    assert len(set(map(len, server.held))) == 1  # as an SGLang id is a prefix of none but itself
+    server.let_go()
+    threads[1].join(20)
+    assert [finished.trace.finish_reason for finished in found["k"]] == ["length"]
+
+
+def test_leaving_a_stream_aborts_what_it_began(connect, server):
+    client = connect()
+    server.hold = True
+    stream = client.backend.stream(_requests(client, 3))
+    thread = threading.Thread(target=lambda: (next(stream), stream.close()))
+    thread.start()
+    while len(server.held) < 3:
+        thread.join(0.01)
+    first, *others = server.held
+    server.let_go(first)
+    thread.join(20)
+    while client.stats()["requests_running"]:
+        thread.join(0.01)
+    assert sorted(set(aborted(server))) == sorted(others)
+
+
+def aborted(server: FakeServer) -> list[str]:
+    """The ids that were to end, as the server was told them."""
+    bodies = [body for path, body, _ in server.seen if path in ("/abort_request", "/abort_requests")]
+    return [name for body in bodies for name in body.get("request_ids", [body.get("rid")])]
 
 
 def _requests(client: RolloutClient, count: int, key: str = "p"):
