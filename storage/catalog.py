@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from storage.errors import MissingDataError
@@ -104,8 +105,18 @@ class Catalog:
 
     def num_samples(self) -> int:
         """Samples of all steps; a manifest is read only where the index does not know it as it is now."""
-        index = self.index()
-        return self.retry(lambda: sum(self._count(index, step) for step in self.steps))
+        return self.retry(lambda: sum(self.counts(self.steps)))
+
+    def counts(self, steps: Sequence[int]) -> list[int]:
+        """Samples of each of the steps; a manifest is read only where the index does not know it as it is now."""
+        index, counts = self.index(), []
+        for folder, group in groupby(steps, self.folder):
+            if step_of_folder(folder) is not None and folder in index.samples:
+                counts += [index.samples[folder] for _ in group]
+            else:
+                listed = dict(self.manifest(folder).steps)
+                counts += [listed[step] for step in group]
+        return counts
 
     def find(self, sample_id: str) -> tuple[Place, int] | None:
         """The file and the row in it of a sample. What an index says is looked up in the manifest."""
@@ -131,14 +142,6 @@ class Catalog:
         """Write an index of every manifest that is here now; see storage/index.py."""
         Index.of({name: self.manifest(name) for name in self.folders}, self._stamps).save(self._store)
         self._index = None
-
-    def _count(self, index: Index, step: int) -> int:
-        folder = self.folder(step)
-        known = index.samples.get(folder)
-        return known if known is not None and step_of_folder(folder) is not None else self._listed(folder, step)
-
-    def _listed(self, folder: str, step: int) -> int:
-        return dict(self.manifest(folder).steps)[step]
 
     def _candidates(self, sample_id: str) -> Iterator[int]:
         """First the step that the id names (`run/step/prompt/j`), then those whose hashes match, then the unknown."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from storage.catalog import Catalog
 from storage.errors import DatasetError
+from storage.index import sample_hash
 
 logger = logging.getLogger(__name__)
 
@@ -13,7 +16,7 @@ FOLDERS_WITHOUT_INDEX = 64
 
 
 class CommittedSamples:
-    """The samples that a catalog knows, in memory only where the index of the dataset does not know them.
+    """The samples that a catalog knows: 16 bytes in memory for each that the index of the dataset does not know.
 
     >>> CommittedSamples(catalog).step_of("run/7/0-0/0")
     7
@@ -22,8 +25,11 @@ class CommittedSamples:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._index = catalog.index()
-        self._seen: set[str] = set()
-        self._steps: dict[str, int] = {}
+        self._seen: set[int] = set()
+        self._hashes, self._steps = (
+            np.zeros(0, np.uint64),
+            np.zeros(0, np.int64),
+        )  # ascending hashes, and whose they are
 
     def refresh(self) -> None:
         """See what was committed since."""
@@ -31,16 +37,26 @@ class CommittedSamples:
         self._catalog.retry(self._add_new)
 
     def _add_new(self) -> None:
-        for step in self._catalog.steps:
-            folder = self._catalog.folder(step)
-            if folder not in self._index.samples and folder not in self._seen:
-                self._steps.update(dict.fromkeys(self._catalog.sample_ids(step), step))
-        self._seen = self._catalog.folders
+        known = self._index.samples
+        new = [
+            step for step in self._catalog.steps if step not in self._seen and self._catalog.folder(step) not in known
+        ]
+        if not new:
+            return
+        hashes = [np.array([*map(sample_hash, self._catalog.sample_ids(step))], np.uint64) for step in new]
+        every = np.concatenate([self._hashes, *hashes])
+        steps = np.concatenate([self._steps, np.repeat(np.array(new, np.int64), [len(part) for part in hashes])])
+        order = np.argsort(every, kind="stable")
+        self._hashes, self._steps = every[order], steps[order]
+        self._seen.update(new)
 
     def step_of(self, sample_id: str) -> int | None:
-        """The step that holds the sample, as of the last `refresh`."""
-        if sample_id in self._steps:
-            return self._steps[sample_id]
+        """The step that holds the sample, as of the last `refresh`. What a hash points to is looked up."""
+        key = np.uint64(sample_hash(sample_id))
+        start, stop = np.searchsorted(self._hashes, key, "left"), np.searchsorted(self._hashes, key, "right")
+        for step in self._steps[start:stop].tolist():
+            if step in self._catalog and sample_id in self._catalog.sample_ids(step):
+                return int(step)
         folders = self._index.folders_with(sample_id) & self._catalog.folders
         manifests = (self._catalog.manifest(folder) for folder in folders)
         found = (step for m in manifests for step, _ in m.steps for e in m.extents(step) if sample_id in e.sample_ids)

@@ -46,7 +46,7 @@ class Index:
         """An index of these folders."""
         folders = sorted(manifests)
         ids = {folder: manifests[folder].sample_ids for folder in folders}
-        hashes = np.array([_hash(sample_id) for folder in folders for sample_id in ids[folder]], np.uint64)
+        hashes = np.array([sample_hash(sample_id) for folder in folders for sample_id in ids[folder]], np.uint64)
         owners = np.repeat(np.arange(len(folders), dtype=np.int32), [len(ids[folder]) for folder in folders])
         order = np.argsort(hashes, kind="stable")
         samples = {folder: len(ids[folder]) for folder in folders}
@@ -54,7 +54,7 @@ class Index:
 
     def folders_with(self, sample_id: str) -> set[str]:
         """Folders that may hold the sample; one whose manifest has changed is not among them."""
-        key = np.uint64(_hash(sample_id))
+        key = np.uint64(sample_hash(sample_id))
         start, stop = np.searchsorted(self.hashes, key, "left"), np.searchsorted(self.hashes, key, "right")
         return {self.folders[owner] for owner in self.owners[start:stop]} & self.samples.keys()
 
@@ -140,7 +140,8 @@ def index_problems(store: Store) -> Iterator[str]:
             yield f"{url}: lists other samples of {folder} than its manifest; remove it, {remedy}"
 
 
-def _hash(sample_id: str) -> int:
+def sample_hash(sample_id: str) -> int:
+    """64 bits that stand for a sample id."""
     return int.from_bytes(hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 

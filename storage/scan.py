@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -61,9 +62,21 @@ def read_sample(sources: Sources, sample_id: str) -> Trace | None:
     return sources.catalog.retry(read)
 
 
-def rows_of(sources: Sources, steps: Sequence[int]) -> list[Place]:
-    """Where the samples of these steps lie, in order."""
-    return [place for step in steps for place in sources.catalog.places(step)]
+def rows_at(sources: Sources, numbers: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    """Where samples lie that are given as (step, number within the step); what is known of one step is in memory."""
+    for step, group in groupby(numbers, lambda pair: pair[0]):
+        places = _places(sources, step)
+        ends = list(accumulate(place.stop - place.start for place in places))
+        for _, number in group:
+            place = places[index := bisect_right(ends, number)]
+            yield Row(place, place.stop - ends[index] + number)
+
+
+def _places(sources: Sources, step: int) -> list[Place]:
+    try:
+        return sources.catalog.retry(lambda: list(sources.catalog.places(step)))
+    except KeyError as error:
+        raise _dropped(sources, error) from error
 
 
 def read_rows(sources: Sources, rows: Iterable[Row]) -> Iterator[Trace]:
@@ -130,9 +143,11 @@ def _open_together(sources: Sources, steps: list[int], stack: ExitStack) -> list
     try:
         return sources.catalog.retry(lambda: _open(sources, steps, stack))
     except KeyError as error:
-        raise ValueError(
-            f"step {error} of {sources.store.url('')} was dropped while it was read; refresh() shows the rest"
-        ) from error
+        raise _dropped(sources, error) from error
+
+
+def _dropped(sources: Sources, step: KeyError) -> ValueError:
+    return ValueError(f"step {step} of {sources.store.url('')} was dropped while it was read; refresh() shows the rest")
 
 
 def _open(sources: Sources, steps: list[int], stack: ExitStack) -> list[_Opened]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from storage.order import mixed, reader_order
-from storage.scan import Row, Sources, read_rows, rows_of
+from storage.order import Mixed, ReaderOrder
+from storage.scan import Sources, read_rows, rows_at
 from storage.trace import Trace
 
 
@@ -35,6 +37,7 @@ class TraceStream(IterableDataset[Trace]):
         self._sources, self._steps = sources, steps
         self._rank, self._world_size, self._buffer, self._seed = rank, world_size, shuffle_buffer, seed
         self._epoch = self._yielded = 0
+        self._counts: list[int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` at its first sample; each is shuffled differently. The end of one is the start of the next."""
@@ -53,13 +56,13 @@ class TraceStream(IterableDataset[Trace]):
         self._epoch, self._yielded = state["epoch"], state["yielded"]
 
     def __iter__(self) -> Iterator[Trace]:
-        rows = rows_of(self._sources, self._steps)
-        order, draws = self._plan([place.stop - place.start for place in rows])
-        flat = [Row(place, row) for place in rows for row in range(place.start, place.stop)]
-        skipped = set(draws[: self._yielded])
-        reading = self._read([flat[sample] for sample in order], skipped)
+        reader, readers = self._reader()
+        seed = self._seed if self._buffer else None
+        order = ReaderOrder(self._count(), reader=reader, readers=readers, seed=seed, epoch=self._epoch)
+        draws, left = self._draws(len(order), reader)
+        reading = self._read(order, left)
         held: dict[int, Trace] = {}
-        for position in draws[self._yielded :]:
+        for position in draws:
             while position not in held:
                 number, trace = next(reading)
                 held[number] = trace
@@ -67,18 +70,27 @@ class TraceStream(IterableDataset[Trace]):
             yield held.pop(position)
         self._epoch, self._yielded = self._epoch + 1, 0
 
-    def _read(self, rows: list[Row], skipped: set[int]) -> Iterator[tuple[int, Trace]]:
-        wanted = [position for position in range(len(rows)) if position not in skipped]
-        traces = read_rows(self._sources, [rows[position] for position in wanted])
-        return zip(wanted, traces, strict=True)
+    def _draws(self, length: int, reader: int) -> tuple[Iterator[int], Callable[[], Iterator[int]]]:
+        """The positions that are still to be yielded, in turn, and, as often as asked, in ascending order."""
+        if not self._buffer:
+            return iter(range(self._yielded, length)), partial(iter, range(self._yielded, length))
+        mixed = Mixed(length, self._buffer, np.random.default_rng([self._seed, self._epoch, reader]))
+        for _ in range(self._yielded):
+            next(mixed)
+        left = list(islice(mixed.left(), self._buffer))
+        begin = left[-1] + 1 if left else length
+        return mixed, lambda: chain(left, range(begin, length))
 
-    def _plan(self, counts: list[int]) -> tuple[list[int], list[int]]:
-        """The samples this reader reads, in order, and the positions in that list in the order they are yielded."""
-        reader, readers = self._reader()
-        seed = self._seed if self._buffer else None
-        order = reader_order(counts, reader=reader, readers=readers, seed=seed, epoch=self._epoch)
-        rng = np.random.default_rng([self._seed, self._epoch, reader])
-        return order, list(mixed(len(order), self._buffer, rng) if self._buffer else range(len(order)))
+    def _read(self, order: ReaderOrder, left: Callable[[], Iterator[int]]) -> Iterator[tuple[int, Trace]]:
+        numbers = ((self._steps[step], number) for step, number in order.places(left()))
+        return zip(left(), read_rows(self._sources, rows_at(self._sources, numbers)), strict=True)
+
+    def _count(self) -> list[int]:
+        """Samples of each step. They never change, so they are counted once."""
+        if self._counts is None:
+            catalog = self._sources.catalog
+            self._counts = catalog.retry(lambda: catalog.counts(self._steps))
+        return self._counts
 
     def _reader(self) -> tuple[int, int]:
         info = get_worker_info()
@@ -86,7 +98,7 @@ class TraceStream(IterableDataset[Trace]):
         return self._rank * workers + worker, self._world_size * workers
 
     def _arguments(self, reader: int, readers: int) -> dict[str, Any]:
-        samples = sum(len(self._sources.catalog.sample_ids(step)) for step in self._steps)
+        samples = sum(self._count())
         return {
             "reader": reader, "readers": readers, "seed": self._seed, "shuffle_buffer": self._buffer, "samples": samples
         }  # fmt: skip

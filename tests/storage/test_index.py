@@ -103,3 +103,19 @@ def test_an_index_without_folders(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     TraceWriter(tmp_path, SPEC).close()
     TraceDataset(tmp_path).build_index()
     assert (len(TraceDataset(tmp_path)), TraceDataset(tmp_path).verify(), caplog.text) == (0, [], "")
+
+
+def test_ids_of_one_hash_are_told_apart_and_a_committed_one_is_still_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.committed.sample_hash", lambda sample_id: 7)
+    with TraceWriter(tmp_path, SPEC) as writer:
+        for step in range(3):
+            writer.write(make_traces(step, 2), step=step)
+            writer.commit(step)
+        (again,) = make_traces(1, 1)
+        again.step = 3
+        with pytest.raises(DuplicateSampleError, match="'run/1/0/0' is committed in step 1"):
+            writer.write([again], step=3)
+        assert writer._committed._hashes.tolist() == [7] * 6
+    assert len(TraceDataset(tmp_path)) == 6

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import weakref
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
 from storage import TraceDataset, TraceWriter
-from storage.order import blocks, mixed, reader_order
+from storage.manifest import Manifest, read_manifest
+from storage.order import Mixed, ReaderOrder
 from tests.storage.builders import SPEC, make_trace, make_traces
 
 COUNTS = (40, 3, 17, 16)
@@ -53,8 +57,7 @@ def test_ranks_and_workers_cover_every_sample_once(dataset: TraceDataset, world_
 
 def test_the_order_is_the_one_written_out_with_numpy(dataset: TraceDataset) -> None:
     all_ids = ids(dataset)
-    counts = [len(p.sample_ids) for step in dataset.steps for p in dataset._sources.catalog.places(step)]
-    starts = np.cumsum([0, *counts])
+    starts = np.cumsum([0, *COUNTS])
     units = [list(range(a, min(a + 16, e))) for s, e in pairwise(starts) for a in range(s, e, 16)]
     mine = [units[i] for i in np.random.default_rng([3, 0]).permutation(len(units))][1::2]
     queue = [sample for unit in mine for sample in unit]
@@ -115,8 +118,62 @@ def test_annotations_are_joined(tmp_path: Path) -> None:
     assert [trace.reward for trace in dataset.torch()] == [None, None, 4.0, None, None]
 
 
+def order(counts: list[int], **chosen: int | None) -> list[tuple[int, int]]:
+    of_reader = ReaderOrder(counts, **{"reader": 0, "readers": 1, "seed": None, "epoch": 0} | chosen)
+    return list(of_reader.places(range(len(of_reader))))
+
+
 def test_the_pieces_by_hand() -> None:
-    assert blocks([20, 0, 3]) == [range(0, 16), range(16, 20), range(20, 23)]
-    assert reader_order([20, 3], reader=1, readers=2, seed=None, epoch=0) == [16, 17, 18, 19]
-    assert sorted(mixed(10, 3, np.random.default_rng(0))) == list(range(10))
-    assert list(mixed(5, 1, np.random.default_rng(0))) == [0, 1, 2, 3, 4]
+    assert order([20, 0, 3]) == [*((0, number) for number in range(20)), (2, 0), (2, 1), (2, 2)]
+    assert order([20, 0, 3], reader=1, readers=2) == [(0, 16), (0, 17), (0, 18), (0, 19)]
+    assert order([20, 0, 3], reader=3, readers=4) == order([]) == []
+    assert sorted(Mixed(10, 3, np.random.default_rng(0))) == list(range(10))
+    assert list(Mixed(5, 1, np.random.default_rng(0))) == [0, 1, 2, 3, 4]
+    drawn = Mixed(10, 3, np.random.default_rng(0))
+    gone = {next(drawn) for _ in range(4)}
+    assert list(drawn.left()) == sorted(set(range(10)) - gone)
+
+
+def test_the_order_of_ten_million_samples_takes_a_few_bytes_for_sixteen_of_them() -> None:
+    tracemalloc.start()
+    of_reader = ReaderOrder([1000] * 10_000, reader=3, readers=8, seed=0, epoch=0)
+    assert next(of_reader.places([len(of_reader) - 1]))[1] < 1000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(of_reader) == pytest.approx(10_000_000 / 8, rel=0.01)
+    assert peak < 12e6  # the permutation of 630,000 blocks alone is 5 MB
+
+
+def test_a_stream_keeps_no_more_manifests_than_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.catalog.MANIFESTS_IN_MEMORY", 2)
+    with TraceWriter(tmp_path, SPEC) as writer:
+        for step in range(8):
+            writer.write(make_traces(step, 2), step=step)
+            writer.commit(step)
+    read: list[weakref.ref] = []
+
+    def noted(*arguments: Any) -> Manifest:
+        manifest = read_manifest(*arguments)
+        read.append(weakref.ref(manifest))
+        return manifest
+
+    monkeypatch.setattr("storage.catalog.read_manifest", noted)
+    alive = []
+    for _ in TraceDataset(tmp_path).torch(shuffle_buffer=2):
+        alive.append(sum(manifest() is not None for manifest in read))
+    assert (len(alive), len(read) >= 8, max(alive) <= 3) == (16, True, True)
+
+
+def test_a_resumed_stream_goes_on_where_it_was_when_the_dataset_was_compacted(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path, SPEC, max_part_bytes=12_000) as writer:
+        for step, count in enumerate(COUNTS):
+            writer.write([make_trace(step, sample) for sample in range(count)], step=step)
+            writer.commit(step)
+    whole = list(TraceDataset(tmp_path).torch(shuffle_buffer=8, seed=5))
+    stream = TraceDataset(tmp_path).torch(shuffle_buffer=8, seed=5)
+    iterator = iter(stream)
+    begun = [next(iterator) for _ in range(30)]
+    TraceDataset(tmp_path).compact()
+    resumed = TraceDataset(tmp_path).torch(shuffle_buffer=8, seed=5)
+    resumed.load_state_dict(stream.state_dict())
+    assert begun + list(resumed) == begun + list(iterator) == whole
