@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from storage import DuplicateSampleError, TraceDataset, TraceWriter
-from tests.storage.builders import SPEC, commit, make_trace
+from tests.storage.builders import SPEC, commit, make_trace, make_traces
 
 Lists = dict[str, list[Any]]
 TYPES = {
