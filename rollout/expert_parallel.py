@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollout.experts import experts_output
 from rollout.parallel import ExpertRange, RankGroup
@@ -92,7 +93,8 @@ def use_expert_parallel(model: Any, group: RankGroup, min_rows: int) -> None:
         min_rows: of each expert's matrix products, see experts.py.
 
     Raises:
-        ValueError: for a family whose experts do not go through transformers' experts interface, by name.
+        ValueError: for a family whose experts do not go through transformers' experts interface, or with `allgather`
+            for one without a block of router and experts alone, by name.
     """
     routers = find_routers(model)
     modules = dict(model.named_modules())
@@ -103,6 +105,11 @@ def use_expert_parallel(model: Any, group: RankGroup, min_rows: int) -> None:
             raise ValueError(
                 f"{type(model).__name__}: {block!r} has no experts of transformers' experts interface beside its "
                 "router; this family cannot be divided among ranks, use dp_size=1"
+            )
+        if group.layout == "allgather" and isinstance(blocks[block], GradientCheckpointingLayer):
+            raise ValueError(
+                f"{type(model).__name__}: {block!r}, which holds router and experts, is a whole decoder layer, whose "
+                "attention is to see this rank's tokens only; use moe_dispatch='alltoall', or dp_size=1"
             )
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)
     model.set_experts_implementation(EXPERTS_NAME)

@@ -58,7 +58,7 @@ class GroupBackend(UpdatesByHalves):
     ) -> None:
         self.options = EngineOptions(**engine_options)
         check_files(model)
-        check_divides(model, self.options.dp_size)
+        check_divides(model, self.options.dp_size, self.options.trust_remote_code)
         self._model, self._launch, self._graphs = model, launch, graph_batches
         self._directory = tempfile.TemporaryDirectory(prefix="moe-rollout-group-")
         self._streams: set[GroupStream] = set()

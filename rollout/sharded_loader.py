@@ -28,8 +28,7 @@ def load_rank(path: str, dtype: Any, rank: int, size: int) -> Any:
     Raises:
         ValueError: when `size` does not divide the experts, or the family's expert weights cannot be divided, by name.
     """
-    config = AutoConfig.from_pretrained(path)
-    plain: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    plain, config = _class_of(AutoConfig.from_pretrained(path))
     experts = _range_of(plain, config, rank, size)
     try:
         model, facts = _divided(plain, experts).from_pretrained(
@@ -40,15 +39,31 @@ def load_rank(path: str, dtype: Any, rank: int, size: int) -> Any:
             f"{plain.__name__}: its expert weights cannot be divided among ranks ({error}); use dp_size=1"
         ) from error
     if facts["missing_keys"]:
-        raise ValueError(f"model {path!r}: weights such as {sorted(facts['missing_keys'])[0]!r} are in no file")
+        raise ValueError(
+            f"{plain.__name__}: weights such as {sorted(facts['missing_keys'])[0]!r} are in no file of {path!r}; "
+            "download or save the whole checkpoint again, or use dp_size=1"
+        )
     return model.eval().requires_grad_(False)
 
 
-def check_divides(path: str, size: int) -> None:
+def check_divides(path: str, size: int, trust_remote_code: bool = False) -> None:
     """Raises the ValueError of `load_rank` before any rank is started; reads the config alone."""
+    if trust_remote_code:
+        raise ValueError(
+            f"trust_remote_code=True with dp_size={size}: ranks divide the experts of classes that transformers has, "
+            f"not of code in {path!r}; use dp_size=1, or leave trust_remote_code out"
+        )
     config = AutoConfig.from_pretrained(path)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # what else there is, the loader names
-        _range_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, 0, size)
+        _range_of(*_class_of(config), 0, size)
+
+
+def _class_of(config: Any) -> tuple[Any, Any]:
+    """The class that transformers would choose, and the config that it takes: of several towers, that of the text."""
+    plain: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if plain.config_class is config.sub_configs.get("text_config"):
+        return plain, config.get_text_config()
+    return plain, config
 
 
 def _range_of(plain: Any, config: Any, rank: int, size: int) -> ExpertRange:
@@ -67,7 +82,10 @@ def _range_of(plain: Any, config: Any, rank: int, size: int) -> ExpertRange:
 
 
 def _divided(plain: type, experts: ExpertRange) -> Any:
-    """The model's class, which shrinks its expert weights when it is built."""
+    """The model's class, which shrinks its expert weights when it is built.
+
+    Name and module are the same: by them transformers knows how checkpoints of the class name their weights.
+    """
 
     def init(self: Any, config: Any) -> None:
         plain.__init__(self, config)  # type: ignore[misc]
@@ -75,7 +93,7 @@ def _divided(plain: type, experts: ExpertRange) -> Any:
             if is_experts(module):
                 _shrink(module, experts)
 
-    return type(plain.__name__, (plain,), {"__init__": init})
+    return type(plain.__name__, (plain,), {"__init__": init, "__module__": plain.__module__})
 
 
 def _shrink(module: Any, experts: ExpertRange) -> None:

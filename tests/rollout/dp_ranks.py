@@ -1,8 +1,9 @@
-"""One rank of a group, run as a process by test_expert_parallel.py: plain forwards with divided experts.
+"""One rank of a group, run as a process by the tests: plain forwards with divided experts.
 
     python -m tests.rollout.dp_ranks RANK SIZE DIRECTORY
 
-The directory holds `cases.json` and one checkpoint per family; `rank<R>.pt` gets the logits and routes of every case.
+The directory holds `cases.json` and one checkpoint per family; `size<S>-rank<R>.pt` gets the logits and routes of every
+case, or the text of the ValueError that refused it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,28 @@ from typing import Any
 import torch
 
 from rollout.expert_parallel import use_expert_parallel
+from rollout.group_start import refuse_states
 from rollout.parallel import RankGroup, StepShape, join_group
 from rollout.router import watch
 from rollout.sharded_loader import load_rank
 from storage.sites import find_routers
 
 
+def attempt(case: dict[str, Any], directory: Path, rank: int, group: Any) -> dict[str, Any]:
+    """`run_case`, or why the family is refused, or what failed."""
+    try:
+        return run_case(case, directory, rank, group)
+    except ValueError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        return {"failed": repr(error)}
+
+
 def run_case(case: dict[str, Any], directory: Path, rank: int, group: Any) -> dict[str, Any]:
     """Forward this rank's tokens, padded as the case says; a rank without tokens joins with padding."""
     size = len(case["tokens"])
     model = load_rank(str(directory / case["family"]), torch.float32, rank, size)
+    refuse_states(model)
     ranks = RankGroup(rank, size, case["layout"], group)
     use_expert_parallel(model, ranks, min_rows=1)
     shape = StepShape(tuple(len(tokens) for tokens in case["tokens"]), case["graph_batch"])
@@ -49,7 +62,7 @@ def main(rank: int, size: int, directory: Path) -> None:
     torch.set_num_threads(1)
     group, _ = join_group(rank, size, f"file://{directory}/rendezvous{size}", timeout_s=60)
     cases = [case for case in json.loads((directory / "cases.json").read_text()) if len(case["tokens"]) == size]
-    torch.save([run_case(case, directory, rank, group) for case in cases], directory / f"size{size}-rank{rank}.pt")
+    torch.save([attempt(case, directory, rank, group) for case in cases], directory / f"size{size}-rank{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollout import RolloutClient
 from rollout.calibrate import plans_of
 from rollout.config import EngineOptions
 from rollout.group_start import facts
@@ -84,3 +85,8 @@ def test_a_neighbour_that_is_lost_while_routers_are_tried_is_no_fault_of_the_mod
     monkeypatch.setattr(type(routers[0].module), "forward", lost)
     with pytest.raises(CollectiveError, match="did not complete"):
         plans_of(model, routers)
+
+
+def test_code_of_a_checkpoint_is_refused_before_any_rank_is_started() -> None:
+    with pytest.raises(ValueError, match=r"trust_remote_code=True with dp_size=2: .* use dp_size=1"):
+        RolloutClient.local(MODEL_PATH, dp_size=2, trust_remote_code=True)
