@@ -21,7 +21,7 @@ from tests.storage.builders import SPEC, make_trace
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps of 40 samples; groups of 4, rewards 0 to 9 and some None, versions that follow the step."""
+    """Four steps of 40 samples; groups of 4, rewards 0 to 9, before step 3 some None, versions that follow the step."""
     path = tmp_path_factory.mktemp("scan")
     with TraceWriter(path, SPEC) as writer:
         for step in range(4):
@@ -30,7 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     step,
                     sample,
                     group_id=f"{step}/{sample // 4}",
-                    reward=None if sample % 7 == 0 else float(sample % 10),
+                    reward=None if sample % 7 == 0 and step < 3 else float(sample % 10),
                     weight_version=step // 2,
                     finish_reason="length" if sample % 3 == 0 else "stop",
                 )
@@ -66,16 +66,30 @@ def test_filters_agree_with_duckdb(root: Path, sql: str, annotated: bool) -> Non
     assert sorted(ids) == sorted(row[0] for row in expected)
 
 
-def test_row_groups_that_statistics_exclude_are_not_read(root: Path) -> None:
+# Of each column with statistics, a value that no row has, and one that a row of step 3 has.
+PUSHED = {
+    "step": (77, 3),
+    "weight_version": (77, 1),
+    "reward": (77.0, 3.0),
+    "finish_reason": ("abort", "stop"),
+    "group_id": ("9/0", "3/7"),
+    "sample_id": ("zz", "run/3/7/0"),
+}
+
+
+@pytest.mark.parametrize("column", PUSHED)
+def test_row_groups_that_statistics_exclude_are_not_read(root: Path, column: str) -> None:
     part = root / "step-000000003/part-00000.parquet"
     good = part.read_bytes()
     footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
     part.write_bytes(b"PAR1" + bytes(footer - 4) + good[footer:])  # every page is damaged
+    absent, present = PUSHED[column]
     try:
         dataset = TraceDataset(root)
-        assert list(dataset.scan(filter=pc.field("step") == 77)) == []
+        assert list(dataset.scan(filter=pc.field(column) == absent)) == []
+        assert list(dataset.scan(filter=pc.field(column).isin([absent]))) == []
         with pytest.raises(DamagedDataError, match=r"step-000000003/part-00000\.parquet is damaged"):
-            list(dataset.scan(step=3))
+            list(dataset.scan(step=3, filter=pc.field(column) == present))
     finally:
         part.write_bytes(good)
 
