@@ -144,11 +144,11 @@ def _sample(client: RolloutClient, prompts: list[list[int]], new_tokens: int, nu
         1e3 * seconds / (stats.forwards - before),
         1e3 * (first[0] - started) if first else None,
         {name: spent[key] / seconds for name in SHARES if (key := f"{name}_seconds_total") in spent},
-        *_prefill_and_decode(events, started, len(prompts)),
+        *step_times(events, started, len(prompts)),
     )
 
 
-def _prefill_and_decode(events: Sequence[StepEvent], started: float, batch: int) -> tuple[float | None, float | None]:
+def step_times(events: Sequence[StepEvent], started: float, batch: int) -> tuple[float | None, float | None]:
     """Ms until the last step with prompts in it was done, and the median of the ms between the steps behind it; None
     where the engine's log of events no longer reaches back so far."""
     launched = [event for event in events if event.kind == "launch"]

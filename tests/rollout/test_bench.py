@@ -17,7 +17,7 @@ from rollout.__main__ import main
 from rollout.bench import BenchOptions, Case, run_bench
 from rollout.bench_peers import PEERS, open_peer
 from rollout.bench_tables import from_json, ratios, tables, to_json
-from rollout.bench_variants import SHARES, Measured, Variant, _prefill_and_decode, check_traces
+from rollout.bench_variants import SHARES, Measured, Variant, check_traces, step_times
 from rollout.engine_stats import StepEvent
 from rollout.floor import CaseFloor, Floor, attention_of, prefill_flops, weight_bytes_of_a_step
 from storage import Trace
@@ -170,8 +170,8 @@ def test_prefill_ends_with_the_last_step_that_holds_a_prompt():
     """Two sequences: prompts in steps 7 and 8, the second beside a decode; then three decodes."""
     launches = [StepEvent("launch", step, 0.0, tokens) for step, tokens in enumerate([30, 11, 2, 2, 2], 7)]
     ends = [StepEvent("finalize", step, at, 0) for step, at in enumerate([1.25, 1.5, 1.625, 1.6875, 1.9375], 7)]
-    assert _prefill_and_decode([*launches, *ends], 1.0, batch=2) == (500.0, 125.0)
-    assert _prefill_and_decode(ends, 1.0, batch=2) == (None, None)
+    assert step_times([*launches, *ends], 1.0, batch=2) == (500.0, 125.0)
+    assert step_times(ends, 1.0, batch=2) == (None, None)
 
 
 def test_what_was_measured_is_tables(checkpoint, capsys, monkeypatch):
