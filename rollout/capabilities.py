@@ -20,11 +20,13 @@ class Capabilities:
 
     Attributes:
         engine: name and version, for messages and for the dataset.
-        per_request_capture: routes can be asked for by request, not only for the whole engine.
-        abort_routes: a request aborted after its first token comes back with the rows computed so far.
-        inplace_update: weights can be replaced without a restart.
+        per_request_capture: routes can be asked for by request, not only for the whole engine. Told, not asked: this
+            client records all.
+        abort_routes: a request aborted after its first token comes back with the rows computed so far. Told as well.
+        inplace_update: weights can be replaced without a restart; False once an engine was found not to survive it.
         update_in_flight: requests under way can go on through an update, `in_flight="keep"`.
-        version_spans: a request that lives through an update says which rows belong to which version.
+        version_spans: an answer says which of its rows belong to which version; without it the engine's version is
+            compared when a call ends.
         start_offset: rows can be asked for from a position on.
         prompt_logprobs: logprobs of prompt tokens can be recorded.
         prompt_only: `max_tokens=0` computes the prompt.
@@ -57,6 +59,11 @@ class Capabilities:
             value = getattr(params, key)
             if value != SamplingParams.model_fields[key].get_default(call_default_factory=True):
                 raise ValueError(f"{name}: {self.engine} cannot do {key}={value!r}: {why}")
+
+    def check_start(self, first_row: int, name: str) -> None:
+        """Raise ValueError when rows from a later one on are asked for, and this backend sends all."""
+        if first_row and not self.start_offset:
+            raise ValueError(f"{name}: {self.engine} sends all rows; leave routed_experts_start_len out")
 
     def check_update(self, in_flight: InFlight, kv: KVMode) -> None:
         """Raise ValueError for an update in mid-flight that a served engine cannot do: it drops every key and value."""

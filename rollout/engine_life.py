@@ -28,7 +28,9 @@ class EngineLife:
         self._source: Any = None  # of the last update, when it can be loaded again
         self._updated = False
         self.rehearsed = False
+        self.refused: str | None = None  # why this engine takes no weights in place
         self._dead: str | None = None
+        self._strange = False  # dead, because it answers with other weights than ours
         self._lost: str | None = None  # alive again, but without its weights
         self._beyond_help = False
         self._updating = False
@@ -70,7 +72,20 @@ class EngineLife:
             self.died(str(error))
             return
         if found != need and need == self.version and not self._updating:
+            self._strange = True
             self.died(f"it has weight version {found}, need {need}")
+
+    async def settle(self) -> None:
+        """Behind the last answer of a call: were all of the weights that they are labelled with?
+
+        Raises:
+            EngineDeadError: others updated the engine meanwhile, or it was started again.
+        """
+        if self._adapter.capabilities.version_spans or self._dead is not None or self._updating:
+            return
+        await self._compare()
+        if self._dead is not None and self._strange:
+            raise EngineDeadError(f"{self._dead} when the call ended: which answers are of which weights is not known")
 
     async def ready(self) -> None:
         """Return when the engine can sample from the current weights.
@@ -103,7 +118,7 @@ class EngineLife:
         except (EngineError, ValueError) as error:
             raise EngineDeadError(f"this engine is dead: {self._dead}; start it again: {error}") from error
         logger.warning("%s is back with weight version %d", self._adapter.capabilities.engine, self.version)
-        self._dead = None
+        self._dead, self._strange = None, False
 
     async def _catch_up(self, found: int) -> None:
         """Bring an engine that has just opened with version `found` to ours."""
@@ -160,8 +175,7 @@ class EngineLife:
         await self._adapter.load_weights(own, self.version, running=running)
         after = await sing(self._adapter.generate, model, songs)
         if changed := difference(before, after):
-            raise EngineError(
-                f"loading its own weights again changed the model ({changed}): updates in place are refused"
-                + (f"; or version {self.version} is not in {own}" if self.version else "")
-            )
+            other = f"; or version {self.version} is not in {own}" if self.version else ""
+            self.refused = f"loading its own weights again changed the model ({changed}){other}"
+            raise EngineError(f"{self.refused}: updates in place are refused")
         self.rehearsed = True

@@ -108,6 +108,7 @@ class RequestBuilder:
         route_starts = _per_prompt("routed_experts_start_len", routed_experts_start_len, count, int)
         for index, route_start in enumerate(route_starts):
             _check_route_start(index, route_start, len(ids[index]))
+            self.info.capabilities.check_start(route_start, f"prompt {index}")
         given: list[Start | None] = [None] * count if starts is None else list(starts)
         return CheckedCall(self.run, num_samples, ids, seeded, keys, facts, bad_words, given, route_starts)
 

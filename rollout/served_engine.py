@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from rollout.backend import ModelInfo, PauseMode, SampleRequest, known_samples
@@ -73,7 +74,8 @@ class ServedBackend(UpdatesByHalves):
     @property
     def info(self) -> ModelInfo:
         """Facts of the served model."""
-        return self._adapter.model.info(self._adapter.max_sequence_tokens, self._adapter.capabilities)
+        able = replace(self._adapter.capabilities, inplace_update=self._life.refused is None)
+        return self._adapter.model.info(self._adapter.max_sequence_tokens, able)
 
     @property
     def weight_version(self) -> int:
@@ -116,6 +118,10 @@ class ServedBackend(UpdatesByHalves):
         handle = self._loop.submit(self._sample(request, outbox))
         handle.add_done_callback(lambda ended: account_for(ended, request, outbox))
         return handle
+
+    def settle(self) -> None:
+        """See `EngineLife.settle`."""
+        self._loop.call(self._life.settle())
 
     def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
         """End samples that wait or run; they come back with finish_reason "abort".
@@ -258,6 +264,8 @@ class ServedBackend(UpdatesByHalves):
             EngineDeadError: loading failed, or the engine does not survive loading its own weights.
         """
         self._check_open()
+        if not self.info.capabilities.inplace_update:
+            raise ValueError(f"{self.info.capabilities.engine} takes no weights in place: {self._life.refused}")
         check_version(version, self._life.version, force)
         dicts = self._adapter.takes_state_dicts
         check_checkpoint(source, self._adapter.model, state_dicts=dicts, check_finite=check_finite)

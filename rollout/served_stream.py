@@ -25,6 +25,9 @@ class Requests(Protocol):
     def start(self, request: SampleRequest, outbox: Outbox) -> Future[None]:
         """Begin one request; its trace arrives in `outbox`, also when the handle is cancelled."""
 
+    def settle(self) -> None:
+        """Called behind the last trace; raises when traces may be of other weights than they say."""
+
     def end(self, requests: Sequence[SampleRequest]) -> None:
         """Abort those of the requests that have not ended."""
 
@@ -38,6 +41,7 @@ class ServedStream(Iterator[FinishedTrace]):
         self._outbox: Outbox = queue.SimpleQueue()
         self._begun: dict[str, tuple[SampleRequest, Future[None]]] = {}
         self._aborted = threading.Event()
+        self._settled = False
 
     def __next__(self) -> FinishedTrace:
         while self._pending and len(self._begun) < self._backend.window and not self._aborted.is_set():
@@ -46,6 +50,9 @@ class ServedStream(Iterator[FinishedTrace]):
         if self._pending and self._aborted.is_set():
             return FinishedTrace(failed_trace(self._pending.popleft(), "abort", None), self._spec)
         if not self._begun:
+            if not self._settled:
+                self._settled = True
+                self._backend.settle()
             raise StopIteration
         trace = self._outbox.get()
         del self._begun[trace.sample_id]
@@ -58,6 +65,7 @@ class ServedStream(Iterator[FinishedTrace]):
 
     def close(self) -> None:
         """Drop the rest and end the iteration."""
+        self._settled = True
         self._pending.clear()
         for _, handle in self._begun.values():
             handle.cancel()

@@ -207,6 +207,7 @@ class FakeSglang(FakeServer):
         sampling = body["sampling_params"]
         prompt, rid = body["input_ids"], body["rid"]
         drawn, finish = await self.draw(prompt, sampling["max_new_tokens"], sampling["sampling_seed"], rid)
+        drawn.routes = drawn.routes[body["routed_experts_start_len"] :]
         return self.spoil(prompt, sglang_body(drawn, finish, rid, self.version))
 
     def set_version(self, body: Any, _: Any) -> Any:
@@ -260,7 +261,8 @@ class FakeVllm(FakeServer):
         return self.spoil(prompt, {"id": rid, "choices": [choice]})
 
     def filter(self, drawn: Drawn, sampling: Any) -> None:
-        """One token to choose from has logprob 0 in the distribution that it was sampled from."""
+        """Rows from a start on; and one token to choose from has logprob 0 in the distribution it was sampled from."""
+        drawn.routes = drawn.routes[sampling.get("routed_experts_prompt_start", 0) :]
         if sampling["top_k"] == 1 and not self.raw_logprobs:
             drawn.logprobs[:] = 0
 

@@ -1,9 +1,9 @@
-"""The same contract over our own engine and the served ones."""
+"""The same contract over our own engine, the served ones, and live vLLM where it is installed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,22 @@ import pytest
 from rollout import RolloutClient, SamplingParams
 from storage import TraceDataset, validate_trace
 from tests.engines.conftest import ENGINES
+from tests.engines.truth import OPTIONS, WIDER
 
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
 
 
-@pytest.fixture(params=["own", *ENGINES])
-def client(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[RolloutClient]:
+@pytest.fixture(params=["own", *ENGINES, pytest.param("live vllm", marks=pytest.mark.peer)])
+def client(
+    request: pytest.FixtureRequest, model: Path, checkpoint: Callable[..., Path], tmp_path: Path
+) -> Iterator[RolloutClient]:
     traces = tmp_path / "traces"
+    if request.param == "live vllm":
+        pytest.importorskip("vllm", reason="vLLM is not installed; see make_vllm_env.sh")
+        wider = checkpoint("qwen3_moe", **WIDER)
+        with RolloutClient.local(wider, backend="vllm", traces=traces, **OPTIONS) as client:
+            yield client
+        return
     if request.param == "own":
         with RolloutClient.local(model, dtype="float32", traces=traces) as client:
             yield client
@@ -53,6 +62,21 @@ def test_the_same_seed_and_step_draw_the_same_samples_and_routes_again(client):
     (finished,) = client.backend.stream(requests)
     assert finished.trace.completion_ids == first.completion_ids
     assert finished.trace.routed_experts.tolist() == first.routed_experts.tolist()
+
+
+def test_rows_from_a_position_on_are_the_tail_of_all_rows(client, tmp_path):
+    prompt = [5, 7, 9, 11, 13]
+    whole, tail = (
+        client.sample([prompt], sampling_params=PARAMS, step=step, prompt_keys=["k"], routed_experts_start_len=start)[0]
+        for step, start in ((0, 0), (1, 3))
+    )
+    assert (tail.route_start, tail.route_len) == (3, len(tail.token_ids) - 1 - 3)
+    assert whole.route_len == len(whole.token_ids) - 1
+    (request,) = client._requests.check([prompt], 1, PARAMS, ["k"], routed_experts_start_len=3).requests(0, 0)
+    (again,) = client.backend.stream([request])
+    assert again.trace.completion_ids == whole.completion_ids
+    assert again.trace.routed_experts.tolist() == whole.routed_experts[3:].tolist()
+    assert TraceDataset(tmp_path / "traces").verify() == []
 
 
 def test_a_stream_left_early_commits_nothing(client, tmp_path):

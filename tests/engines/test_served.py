@@ -336,6 +336,26 @@ def test_an_engine_that_reloads_its_own_weights_wrongly_is_refused(connect, serv
         client.update_weights(newer, version=1)
     with pytest.raises(EngineDeadError, match="start it again"):
         client.sample([[5, 7]], sampling_params=PARAMS)
+    assert not client.info.capabilities.inplace_update
+    loads = server.loads
+    with pytest.raises(ValueError, match="takes no weights in place: loading its own weights again changed the model"):
+        client.update_weights(newer, version=2)
+    assert server.loads == loads
+
+
+@pytest.mark.parametrize("found", ["9", "default"])
+def test_weights_that_others_change_under_a_call_fail_it_and_commit_nothing(connect, server, newer, found, tmp_path):
+    """Another client's update, or a server that was started again between two requests; SGLang's answers say it."""
+    client = connect(traces=tmp_path / "traces")
+    client.update_weights(newer, version=5)
+    server.spoil = lambda prompt, body: (setattr(server, "version", found), body)[1]
+    if isinstance(server, FakeSglang):
+        versions = [t.weight_version for t in client.sample([[5, 7]] * 8, sampling_params=PARAMS)]
+        assert set(versions) == {5, int(found) if found != "default" else 0}
+        return
+    with pytest.raises(EngineDeadError, match=r"has weight version \d, need 5 when the call ended: which answers are"):
+        client.sample([[5, 7]] * 8, sampling_params=PARAMS)
+    assert len(TraceDataset(tmp_path / "traces")) == 0
 
 
 def test_a_failed_update_leaves_a_dead_engine_for_every_client_until_it_is_started_again(connect, server, newer):

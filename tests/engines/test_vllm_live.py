@@ -111,6 +111,19 @@ def test_an_aborted_request_keeps_its_rows(client, model):
     check(begun, load(model))
 
 
+def test_rows_from_a_position_on_are_the_tail_of_all_rows(client, model):
+    params = SamplingParams(max_tokens=8, seed=6, ignore_eos=True)
+    requests = [
+        client._requests.check([PROMPTS[2]], 1, params, ["k"], routed_experts_start_len=start).requests(0, 0)
+        for start in (0, 10)
+    ]
+    whole, tail = (next(client.backend.stream(request)).trace for request in requests)
+    check([whole], load(model))
+    assert tail.completion_ids == whole.completion_ids
+    assert tail.route_start == 10
+    assert np.array_equal(tail.routed_experts, whole.routed_experts[10:])
+
+
 def test_its_trace_replays_as_one_of_our_own_engine_with_the_same_ids(client, model):
     """The other trace's routes are those that our own engine takes for the same tokens.
 
