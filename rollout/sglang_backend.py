@@ -40,7 +40,8 @@ class SglangHttp:
             logger.warning("%s does not tell its version; SGLang 0.5.23 is what this adapter knows", self._http.url)
         else:
             check_version("SGLang", str(number), MIN_VERSION)
-            self.capabilities = sglang_capabilities(f"SGLang {number}")
+            seeded = facts.get("enable_deterministic_inference") is True
+            self.capabilities = sglang_capabilities(f"SGLang {number}", seeded=seeded)
         if isinstance(facts, dict):
             self.max_sequence_tokens = int(facts.get("context_length") or self.max_sequence_tokens)
         facts = await self._model_info()

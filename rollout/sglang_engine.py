@@ -63,7 +63,8 @@ class SglangEngine:
         import sglang
 
         check_version("SGLang", sglang.__version__, MIN_VERSION)
-        self.capabilities = sglang_capabilities(f"SGLang {sglang.__version__}")
+        seeded = self._options.get("enable_deterministic_inference") is True
+        self.capabilities = sglang_capabilities(f"SGLang {sglang.__version__}", seeded=seeded)
         ours = {
             "model_path": self.model.path,
             "enable_return_routed_experts": True,

@@ -29,11 +29,16 @@ OFF = {
     "frequency_penalty": 0.0,
 }
 UNFILTERED = "its logprobs are those before this filter, not of the distribution sampled from"
+UNSEEDED = "it ignores seeds unless it is started with --enable-deterministic-inference; leave the seed out"
 UNMEASURED = "its meaning there differs or was never compared with this engine's"
 
 
-def sglang_capabilities(engine: str) -> Capabilities:
-    """What SGLang keeps of the contract; `engine` is its name and version."""
+def sglang_capabilities(engine: str, *, seeded: bool = False) -> Capabilities:
+    """What SGLang keeps of the contract; `engine` is its name and version.
+
+    Args:
+        seeded: it runs with deterministic inference. Otherwise its sampler draws without the seeds of requests.
+    """
     unmeasured = (
         "repetition_penalty",
         "presence_penalty",
@@ -52,7 +57,9 @@ def sglang_capabilities(engine: str) -> Capabilities:
         prompt_only=False,
         frozen_recompute=False,
         slot_order="unmeasured",
-        refused=dict.fromkeys(("top_p", "top_k", "min_p"), UNFILTERED) | dict.fromkeys(unmeasured, UNMEASURED),
+        refused=dict.fromkeys(("top_p", "top_k", "min_p"), UNFILTERED)
+        | dict.fromkeys(unmeasured, UNMEASURED)
+        | ({} if seeded else {"seed": UNSEEDED}),
     )
 
 

@@ -190,9 +190,15 @@ def sglang_body(drawn: Drawn, finish: str, rid: str, version: str) -> dict[str, 
 
 
 class FakeSglang(FakeServer):
+    """`facts` is what /server_info answers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.facts = {"version": "0.5.23", "context_length": 256, "enable_deterministic_inference": True}
+        super().__init__(*args, **kwargs)
+
     def routes(self) -> dict[str, Any]:
         return {
-            "GET /server_info": lambda b, r: {"version": "0.5.23", "context_length": 256},
+            "GET /server_info": lambda b, r: self.facts,
             "GET /model_info": lambda b, r: {"model_path": self.model_path, "weight_version": self.version},
             "POST /generate": self.generate,
             "POST /abort_request": lambda b, r: (self.release(lambda i: i.startswith(b["rid"])), web.Response())[1],

@@ -109,7 +109,8 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
 
 @pytest.fixture
 def client(sglang: type[Engine], model: Path, tmp_path: Path) -> Iterator[RolloutClient]:
-    with RolloutClient.local(model, backend="sglang", traces=tmp_path / "traces", dtype="float32") as client:
+    options = {"dtype": "float32", "enable_deterministic_inference": True}
+    with RolloutClient.local(model, backend="sglang", traces=tmp_path / "traces", **options) as client:
         yield client
     assert all(engine.down for engine in sglang.made)
 
@@ -137,6 +138,7 @@ def test_it_is_started_with_capture_and_its_traces_are_those_of_the_contract(cli
             "skip_tokenizer_init": True,
             "trust_remote_code": False,
             "dtype": "float32",
+            "enable_deterministic_inference": True,
         }
     ]
     assert client.info.max_sequence_tokens == 200
@@ -182,6 +184,12 @@ def test_an_abort_ends_requests_with_the_rows_they_have(client, sglang):
     trace = stream._outbox.get(timeout=20)
     assert (trace.finish_reason, trace.routed_experts.shape) == ("abort", (3 + 3 - 1, 2, 2))
     assert trace.routed_experts.dtype == np.uint8
+
+
+def test_seeds_are_refused_where_its_sampler_would_ignore_them(sglang, model):
+    with RolloutClient.local(model, backend="sglang") as client:
+        with pytest.raises(ValueError, match=r"SGLang 0\.5\.23 cannot do seed=3: .*--enable-deterministic-inference"):
+            client.sample([[5, 7]], sampling_params=PARAMS)
 
 
 def test_an_old_release_is_refused(sglang, model):

@@ -1,4 +1,4 @@
-"""What SGLang's server alone does: retractions, as an error or as missing rows."""
+"""What SGLang's server alone does: retractions, as an error or as missing rows; and seeds that it may ignore."""
 
 from __future__ import annotations
 
@@ -59,6 +59,16 @@ def test_or_its_rows_are_missing_in_the_dataset(connect, server, tmp_path):
     assert not stored.routed_experts.any()
     assert len(stored.completion_ids) == 4
     assert dataset[traces[0].sample_id].route_valid is None
+
+
+@pytest.mark.parametrize("said", [False, None])
+def test_seeds_are_refused_by_a_server_that_would_ignore_them_or_does_not_say(connect, server, said):
+    server.facts = server.facts | {"enable_deterministic_inference": said}
+    client = connect()
+    with pytest.raises(ValueError, match=r"cannot do seed=3: it ignores seeds .*leave the seed out"):
+        client.sample([[5, 7]], sampling_params=PARAMS)
+    unseeded = PARAMS.model_copy(update={"seed": None})
+    assert len({trace.seed for trace in client.sample([[5, 7]], sampling_params=unseeded)} - {None}) == 1
 
 
 def test_what_else_retractions_could_mean_is_refused(connect):
