@@ -2,7 +2,8 @@
 
     python -m tests.bench.bench_overlap --batch 16 --new-tokens 64 --repeats 3
 
-Both orders of the same loop run in turn in one process. With device time d and host time h per step, the ideal gain is
+Both orders of the same loop run in turn in one process: of two clients, and of one engine whose loop is turned by hand,
+so that work can be added between its turns. With device time d and host time h per step, the ideal gain is
 (d + h) / max(d, h): d is what the synchronous loop waits for the device, h the rest of its step. The added work sorts
 numpy arrays and encodes them as compressed Arrow batches, which release the interpreter's lock, as a trainer's would.
 """
@@ -10,18 +11,25 @@ numpy arrays and encodes them as compressed Arrow batches, which release the int
 from __future__ import annotations
 
 import argparse
-import statistics
+import contextlib
+import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from rich.console import Console
 
 from rollout.device import CpuStream
+from rollout.look_parser import positive
+from tests.bench.bench_shapes import table
 from tests.bench.models import save_model
+from tests.bench.steps import PROMPT_LEN, opened, sampled
 from tests.sim.engines import Rig, build
 
 Work = Callable[[], None]
@@ -62,7 +70,7 @@ def decode(rig: Rig, overlap: bool, batch: int, new_tokens: int, work: Work | No
     engine = rig.built.engine
     engine.step = engine.overlap_loop if overlap else engine.normal_loop
     for index in range(batch):
-        rig.add(64, index, max_tokens=new_tokens, temperature=1.0, ignore_eos=True)
+        rig.add(PROMPT_LEN, index, max_tokens=new_tokens, temperature=1.0, ignore_eos=True)
     while engine.stats.sampled_tokens % (batch * new_tokens) < batch:
         rig.turn()
     steps, waited, begun = engine.stats.forwards, engine.stats.wait_seconds, time.perf_counter()
@@ -83,35 +91,83 @@ def ideal(off: Run) -> float:
     return off.step / max(off.wait, off.step - off.wait)
 
 
-def show(name: str, rounds: list[tuple[Run, Run]]) -> None:
-    """Median and spread of the gain, and of its share of the ideal."""
-    gains = [off.step / on.step for on, off in rounds]
-    shares = [gain / ideal(off) for gain, (_, off) in zip(gains, rounds, strict=True)]
-    steps = statistics.median(1e3 * on.step for on, _ in rounds), statistics.median(1e3 * off.step for _, off in rounds)
-    waits = statistics.median(1e3 * off.wait for _, off in rounds)
-    print(f"{name}: on {steps[0]:.1f} ms, off {steps[1]:.1f} ms, of which the device {waits:.1f} ms")
-    spread = f"{statistics.median(gains):.3f} ({min(gains):.3f}-{max(gains):.3f})"
-    print(f"    gain {spread}, {statistics.median(shares):.1%} of the ideal gain")
+def gains(rounds: list[tuple[Run, Run]]) -> dict[str, Any]:
+    """Medians over rounds of (on, off): ms, the gain with its spread, and its share of the ideal.
+
+    >>> gains([(Run(step=0.02, wait=0.015), Run(step=0.03, wait=0.02))])["gain"]
+    1.5
+    """
+    found = [off.step / on.step for on, off in rounds]
+    return {
+        "on ms": 1e3 * median(on.step for on, _ in rounds),
+        "off ms": 1e3 * median(off.step for _, off in rounds),
+        "device ms": 1e3 * median(off.wait for _, off in rounds),
+        "gain": median(found),
+        "min": min(found),
+        "max": max(found),
+        "share of ideal": median(gain / ideal(off) for gain, (_, off) in zip(found, rounds, strict=True)),
+    }
+
+
+def in_turn(measure: Callable[[bool], Run], repeats: int) -> list[tuple[Run, Run]]:
+    """Rounds of (on, off) behind one that warms up; which comes first alternates."""
+    rounds = []
+    for number in range(repeats + 1):
+        found = {overlap: measure(overlap) for overlap in ((True, False) if number % 2 else (False, True))}
+        rounds.append((found[True], found[False]))
+    return rounds[1:]
+
+
+def through_clients(path: str, options: argparse.Namespace) -> list[tuple[Run, Run]]:
+    """Two clients, each with an engine on threads of its own; whole calls with prefill."""
+    with contextlib.ExitStack() as stack:
+        clients = {
+            overlap: stack.enter_context(opened(path, 1, options.batch, disable_overlap_schedule=not overlap))
+            for overlap in (True, False)
+        }
+
+        def measure(overlap: bool) -> Run:
+            run = sampled(clients[overlap], options.batch, PROMPT_LEN, options.new_tokens, seed=0)
+            steps = run.grown["steps_total"]
+            return Run(run.seconds / steps, run.grown["wait_seconds_total"] / steps)
+
+        return in_turn(measure, options.repeats)
+
+
+def by_hand(path: str, options: argparse.Namespace) -> dict[str, list[tuple[Run, Run]]]:
+    """One engine whose loop is turned here, decode steps only: as it is, and with work between its turns."""
+    sizes = {"max_batch_tokens": 2048, "kv_tokens": 256 * options.batch, "max_running_requests": options.batch}
+    rig = build(Path(path), CpuStream(num_threads=1), experts_implementation="auto", **sizes)
+    shape = options.batch, options.new_tokens
+    plain = in_turn(lambda overlap: decode(rig, overlap, *shape, None), options.repeats)
+    work = work_of(median(off.wait for _, off in plain) / 2)
+    added = in_turn(lambda overlap: decode(rig, overlap, *shape, work), options.repeats)
+    rig.built.close()
+    return {"engine": plain, "engine, host work of half the model's time": added}
 
 
 def main() -> None:
-    """Print both comparisons."""
+    """Print all comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=["small", "mid"], default="small")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=positive, default=16)
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.new_tokens < 2:
+        parser.error(
+            f"--new-tokens {options.new_tokens}: the first comes with the prompt, need 2 to time a decode step"
+        )
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(save_model(options.size, Path(scratch)))
-        sizes = {"max_batch_tokens": 2048, "kv_tokens": 256 * options.batch, "max_running_requests": options.batch}
-        rig = build(path, CpuStream(num_threads=1), experts_implementation="auto", **sizes)
-        shape = options.batch, options.new_tokens
-        plain = decode(rig, False, *shape, None)
-        work = work_of(plain.wait / 2)
-        for name, added in (("without added work", None), ("with host work of half the model's time", work)):
-            show(name, [tuple(decode(rig, on, *shape, added) for on in (True, False)) for _ in range(options.repeats)])
-        rig.built.close()
+        path = save_model(options.size, Path(scratch))
+        measured = {"RolloutClient": through_clients(path, options), **by_hand(path, options)}
+    found = {name: gains(rounds) for name, rounds in measured.items()}
+    if options.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+    else:
+        rows = [{"overlap": name, **figures} for name, figures in found.items()]
+        Console().print(table(f"{options.size} B{options.batch}", rows))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 
 from rollout.floor import Attention, Floor
 from tests.bench import bench_shapes
+from tests.bench.bench_overlap import Run, gains, in_turn
 from tests.bench.bench_shapes import COMMANDS, build_parser, main
 from tests.bench.growth import compared, extra_ms
 
@@ -28,6 +29,27 @@ def test_requests_that_wait_are_predicted_to_cost_nothing() -> None:
     rows = compared("waiting", [64, 512], [20.0, 25.0], [0.0, 0.0])
     assert [row["predicted ms"] for row in rows] == [20.0, 20.0]
     assert [row["measured / predicted"] for row in rows] == [1.0, 1.25]
+
+
+def test_the_gain_of_overlap_is_held_against_the_ideal_one() -> None:
+    """Off, steps of 30 ms wait 20 ms for the device and 10 ms for the host: at best 20 ms, a gain of 1.5."""
+    off = Run(step=0.030, wait=0.020)
+    found = gains([(Run(0.020, 0.0), off), (Run(0.024, 0.0), off), (Run(0.025, 0.0), off)])
+    assert (found["on ms"], found["off ms"], found["device ms"]) == pytest.approx((24, 30, 20))
+    assert (found["gain"], found["min"], found["max"]) == pytest.approx((1.25, 1.2, 1.5))
+    assert found["share of ideal"] == pytest.approx(1.25 / 1.5)
+
+
+def test_overlap_on_and_off_take_turns_in_being_first_and_the_first_round_does_not_count() -> None:
+    asked: list[bool] = []
+
+    def measure(overlap: bool) -> Run:
+        asked.append(overlap)
+        return Run(len(asked), float(overlap))
+
+    rounds = in_turn(measure, 2)
+    assert asked == [False, True, True, False, False, True]
+    assert rounds == [(Run(3, 1.0), Run(4, 0.0)), (Run(6, 1.0), Run(5, 0.0))]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
