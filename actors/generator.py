@@ -91,7 +91,7 @@ class Generator:
     def generate(
         self, requests: Sequence[SampleRequest], stopped: Callable[[], bool] = lambda: False
     ) -> abc.Generator[pa.Table, None, None]:
-        """Yield finished traces as tables of about 1 MB, sooner when nothing else is finished.
+        """Yield finished traces as tables; one closes after the trace that crosses 1 MiB, or when no other is finished.
 
         Closing the iterator, or `stopped()` becoming true, aborts the rest of the requests.
         """

@@ -3,8 +3,9 @@
     python -m tests.bench.bench_pipeline --samples 400
 
 A synthetic engine emits traces of Qwen3-30B-A3B's shape (48 routers, 128 experts, top 8) as fast as it can, through the
-real generator actor, object store and sink into a committed dataset. Three rates in one run tell the bottleneck: the
-engine and its encoding alone, the sink alone, and both together.
+real generator actor, object store and sink into a committed dataset: the engine and its encoding alone, the sink alone,
+and both together. Rates are by the clock and by what each process was charged for, which other load hardly changes; the
+last line but one names the process that holds up the others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +28,7 @@ from rollout.backend import ModelInfo, SampleRequest
 from rollout.sampling import SamplingParams
 from storage.schema import to_table
 from storage.trace import RoutingSpec, Trace
+from tests.bench.cpu_time import Stopwatch, bottleneck
 
 SPEC = RoutingSpec.uniform(num_sites=48, num_experts=128, top_k=8)
 PROMPT = 256
@@ -123,35 +124,46 @@ def main() -> None:
 
 
 def measure(pool: ActorPool, scratch: Path, samples: int, rows: int, sinks: int) -> None:
-    """Print the three rates."""
-    started = time.perf_counter()
+    """Print the three rates, what each process was charged for them, and who holds up the whole."""
+    driver = {"driver": [os.getpid()]}
+    generator = {"generator": [ray.get(slot.handle.health.remote())["pid"] for slot in pool._slots]}
+    watch = Stopwatch(driver | generator)
     tables = list(pool.stream(requests(0, samples)))
-    _report("engine and encoding alone", samples, rows, time.perf_counter() - started)
+    _report("engine and encoding alone", samples, rows, watch)
 
     recorder = RemoteRecorder(scratch / "sink", SPEC, num_sinks=sinks)
-    started = time.perf_counter()
+    watch = Stopwatch(driver | _sinks(recorder))
     for finished in tables:
         recorder.write(finished, 0)
     recorder.commit(0)
-    _report(f"{sinks} sinks alone", samples, rows, time.perf_counter() - started)
+    _report(f"{sinks} sinks alone", samples, rows, watch)
     recorder.close()
     del tables, finished
 
     recorder = RemoteRecorder(scratch / "both", SPEC, num_sinks=sinks)
-    started = time.perf_counter()
+    watch = Stopwatch(driver | generator | _sinks(recorder))
     for finished in pool.stream(requests(1, samples)):
         recorder.write(finished, 1)
     recorder.commit(1)
-    _report("both together", samples, rows, time.perf_counter() - started)
+    busy = watch.busy()
+    _report("both together", samples, rows, watch)
     recorder.close()
+    print(f"bottleneck of both: {bottleneck(busy)}")
     size = sum(file.stat().st_size for file in (scratch / "both").rglob("*.parquet"))
     print(f"on disk {size / samples / rows:.0f} bytes per row of {SPEC.row_bytes}")
 
 
-def _report(what: str, samples: int, rows: int, seconds: float) -> None:
+def _sinks(recorder: RemoteRecorder) -> dict[str, list[int]]:
+    return {"sink": ray.get([sink.__ray_call__.remote(lambda self: os.getpid()) for sink in recorder._sinks])}
+
+
+def _report(what: str, samples: int, rows: int, watch: Stopwatch) -> None:
+    """Rates by the clock; then, for each kind of process, MB of ids per second that a core was charged for."""
+    seconds, charged = watch.read()
     megabytes = samples * rows * SPEC.row_bytes / 1e6
     rates = f"{samples / seconds:7.1f} samples/s {rows * samples / seconds:9.0f} rows/s"
-    print(f"{what:26} {rates} {megabytes / seconds:6.0f} MB/s")
+    cores = ", ".join(f"{name} {megabytes / max(cpu, 0.01):.0f}" for name, cpu in charged.items())
+    print(f"{what:26} {rates} {megabytes / seconds:6.0f} MB/s; MB/s of a core: {cores}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Speed of the storage on one core, against the floors of the format: `python -m tests.bench.bench_storage`.
 
 Routes of Qwen3-30B-A3B (48 sites, top 8 of 128), with experts of unequal load. MB are 10**6 bytes of ids in memory.
-Each figure is the best of several rounds, since other load only ever makes it worse; the ratio is to its floor.
+Each figure is the best of several rounds, since other load only ever makes it worse; the ratio is to its floor. Then
+the time to open a dataset of 10,000 steps and to find a sample in it (bench_steps.py), which takes some minutes.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import torch
 from storage import RoutingSpec, Trace, TraceDataset, TraceWriter
 from storage.part import ROW_GROUP_SAMPLES, Compression
 from storage.schema import to_table
+from tests.bench.bench_steps import measure_in_memory
 
 SPEC = RoutingSpec.uniform(num_sites=48, num_experts=128, top_k=8)
-SAMPLES, TOKENS, ROUNDS = 128, 2000, 5
+SAMPLES, TOKENS, ROUNDS, STEPS = 128, 2000, 5, 10_000
 FLOORS = {"write": 300.0, "read zstd": 400.0, "read plain": 1500.0}
 
 
@@ -143,6 +145,7 @@ def main() -> None:
         print(f"{name:22} {speed.core:8.0f} {speed.clock:10.0f}{ratio}")
     group = ROW_GROUP_SAMPLES * (TOKENS - 1) * SPEC.row_bytes / 1e6
     print(f"a scan takes {memory:.0f} MB of Arrow memory, {memory / group:.1f} row groups of {group:.0f} MB")
+    measure_in_memory(STEPS)
 
 
 if __name__ == "__main__":
