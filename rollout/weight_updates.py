@@ -91,7 +91,7 @@ class WeightUpdates:
         done: Future[None] = Future()
 
         def begin() -> None:
-            if in_flight == "wait" and self._built.engine.paused and self._built.engine.running:
+            if in_flight == "wait" and self._waits_for_ever():
                 done.set_exception(RuntimeError(WAITS_FOR_EVER))
                 return
             quiet = in_flight != "keep"
@@ -104,3 +104,9 @@ class WeightUpdates:
 
         self._post(begin)
         done.result()
+
+    def _waits_for_ever(self) -> bool:
+        """In a group whoever asks all ranks has looked: one that refused alone would keep those without requests
+        waiting. Paused in between, they all go on after `resume`."""
+        engine = self._built.engine
+        return self._built.lockstep is None and engine.paused and bool(engine.running)

@@ -176,15 +176,45 @@ def test_weights_that_one_rank_alone_refuses_leave_the_group_fit_for_the_next(mo
         check_same(client.sample(PROMPTS, sampling_params=LONG, step=0), expected_of_other)
 
 
+@pytest.mark.full
+def test_a_pause_between_the_check_and_the_second_half_of_an_update_delays_it(model, other, expected_of_other):
+    """One rank has requests then and the other has none."""
+    with RolloutClient.local(model, dp_size=2, **OPTIONS) as client:
+        ranks, weights = client.backend.ranks, AutoModelForCausalLM.from_pretrained(other).state_dict()
+        ask: Callable = ranks.ask
+
+        def ask_late(name: str, *args: object, **kwargs: object) -> list:
+            if name == "apply":
+                ranks.ask = ask
+                client.pause()
+            return ask(name, *args, **kwargs)
+
+        call = threading.Thread(target=client.sample, args=(PROMPTS[:1],), kwargs={"sampling_params": LONG})
+        call.start()
+        while tokens(client) < 10:
+            time.sleep(0.01)
+        ranks.ask = ask_late
+        update = threading.Thread(target=client.update_weights, args=(weights, 1))
+        update.start()
+        while not client.backend._life.wanted.paused or ranks.ask is ask_late:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        client.resume()
+        update.join(60)
+        assert not update.is_alive()
+        call.join(60)
+        check_same(client.sample(PROMPTS, sampling_params=LONG, step=0), expected_of_other)
+
+
 def strike(client: RolloutClient, command: str, how: signal.Signals) -> None:
     """Rank 1 dies, or stands still, when the group's present ranks are asked for `command`."""
     ranks = client.backend.ranks  # type: ignore[attr-defined]
     ask: Callable = ranks.ask
 
-    def ask_dying(name: str, *args: object) -> list:
+    def ask_dying(name: str, *args: object, **kwargs: object) -> list:
         if name == command:
             os.kill(ranks.links[1].process.pid, how)
-        return ask(name, *args)
+        return ask(name, *args, **kwargs)
 
     ranks.ask = ask_dying
 
