@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,26 @@ class EngineModel:
         if layers.ndim != 3 or layers.shape[1:] != need:
             raise ValueError(f"{name}: routes have shape {layers.shape}, need [rows, {need[0]} layers, {need[1]}]")
         return layers[:, [site.layer for site in self.spec.sites]]
+
+    def check_served(self, path: Any) -> None:
+        """Refuse a server whose own checkpoint can be seen from here and is of another model.
+
+        Raises:
+            ValueError: with what differs. A path that is not on this machine says nothing.
+        """
+        if not isinstance(path, str) or not Path(path).is_dir() or Path(path).resolve() == Path(self.path).resolve():
+            return
+        own, found = self._shape(), describe_model(path)._shape()
+        if wrong := [f"{name} {found[name]}, need {own[name]}" for name in own if found[name] != own[name]]:
+            raise ValueError(f"its checkpoint {path!r} is of another model: it has {'; '.join(wrong)}")
+
+    def _shape(self) -> dict[str, Any]:
+        return {
+            "experts": [site.num_experts for site in self.spec.sites],
+            "experts per token": self.spec.top_k,
+            "layers": self.num_layers,
+            "token ids": self.vocab_size,
+        }
 
     def info(self, limit: int, capabilities: Capabilities) -> ModelInfo:
         """What the client needs to know, of an engine that takes sequences of `limit` tokens."""

@@ -47,6 +47,7 @@ class SglangHttp:
         facts = await self._model_info()
         version = version_number(facts["weight_version"])
         self.own_weights = facts.get("model_path") or self.model.path
+        self.model.check_served(self.own_weights)
         await self._probe()
         return version
 

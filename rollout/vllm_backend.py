@@ -58,6 +58,7 @@ class VllmHttp:
         self.capabilities = self._capabilities(f"vLLM {number}")
         (served, *_) = (await self._http.call("GET", "/v1/models"))["data"]
         self._name, self.own_weights = served["id"], served.get("root") or self.model.path
+        self.model.check_served(served.get("root"))
         self.max_sequence_tokens = int(served.get("max_model_len") or self.max_sequence_tokens)
         self._version = await self.weight_version()
 

@@ -49,6 +49,7 @@ class FakeServer:
         full: path to how many of its coming requests are not taken, 503.
         late: seconds on the way before a request that will be held is known here.
         drifts: weights that are loaded again are not the same, as in a broken reload.
+        release_text: its version, when it is another than the one whose replies were recorded.
         absent: paths that do not exist, as without a flag.
         raw_logprobs: vLLM's default, logprobs before filters and temperature.
         extended: vLLM's workers have our methods.
@@ -68,6 +69,7 @@ class FakeServer:
         self.late = 0.0
         self.cut: Counter[str] = Counter()
         self.full: Counter[str] = Counter()
+        self.release_text = ""
         self.absent: set[str] = set()
         self.raw_logprobs, self.extended, self.paused = False, True, False
         self.seen: list[tuple[str, Any, Any]] = []
@@ -193,12 +195,12 @@ class FakeSglang(FakeServer):
     """`facts` is what /server_info answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.facts = {"version": "0.5.23", "context_length": 256, "enable_deterministic_inference": True}
+        self.facts = {"context_length": 256, "enable_deterministic_inference": True}
         super().__init__(*args, **kwargs)
 
     def routes(self) -> dict[str, Any]:
         return {
-            "GET /server_info": lambda b, r: self.facts,
+            "GET /server_info": lambda b, r: self.facts | {"version": self.release_text or "0.5.23"},
             "GET /model_info": lambda b, r: {"model_path": self.model_path, "weight_version": self.version},
             "POST /generate": self.generate,
             "POST /abort_request": lambda b, r: (self.release(lambda i: i.startswith(b["rid"])), web.Response())[1],
@@ -233,7 +235,7 @@ class FakeSglang(FakeServer):
 class FakeVllm(FakeServer):
     def routes(self) -> dict[str, Any]:
         return {
-            "GET /version": lambda b, r: VLLM["version"],
+            "GET /version": lambda b, r: {"version": self.release_text} if self.release_text else VLLM["version"],
             "GET /v1/models": lambda b, r: {"data": [VLLM["models"]["data"][0] | {"root": self.model_path}]},
             "GET /weight_info": lambda b, r: {"weight_version": self.version},
             "POST /inference/v1/generate": self.generate,

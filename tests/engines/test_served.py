@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import io
 import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
+from safetensors.torch import save_file
 
 from rollout import RolloutClient, SamplingParams
 from rollout.engine_reply import EngineDeadError, EngineError
@@ -218,7 +221,22 @@ def high_ids(data: bytes) -> bytes:
     return data[:head] + b"\x09" + data[head + 1 :]
 
 
+def as_dtype(dtype: str):
+    """Routes of another dtype: an npy file says so, raw bytes have another length or mean other numbers."""
+
+    def change(data: bytes) -> bytes:
+        if not data.startswith(b"\x93NUMPY"):
+            return np.frombuffer(data, "<i4").astype(dtype).tobytes()
+        file = io.BytesIO()
+        np.lib.format.write_array(file, np.lib.format.read_array(io.BytesIO(data)).astype(dtype))
+        return file.getvalue()
+
+    return lambda body: spoilt(body, on_bytes(change))
+
+
 CORRUPTIONS = {
+    "wider integers": (as_dtype("<i8"), r"routed_experts is int64|routed_experts holds 160 bytes, need 80"),
+    "floats": (as_dtype("<f4"), r"routed_experts is float32|need \[0, 8\)"),
     "missing key": (missing, "start the server with --enable-return-routed-experts"),
     "short": (lambda b: spoilt(b, on_bytes(lambda d: d[:-8])), "routed_experts"),
     "truncated base64": (lambda b: spoilt(b, lambda text: text[:-3]), "no base64"),
@@ -375,10 +393,16 @@ def test_a_failed_update_leaves_a_dead_engine_for_every_client_until_it_is_start
     assert_faithful(client.sample([[5, 7]], sampling_params=PARAMS)[0], server, weights=str(newer))
 
 
-def test_weights_that_do_not_fit_are_refused_before_the_engine_is_asked(connect, server, checkpoint):
+def test_weights_that_do_not_fit_are_refused_before_the_engine_is_asked(connect, server, checkpoint, tmp_path):
     client = connect()
     with pytest.raises(ValueError, match="do not fit the served model"):
         client.update_weights(checkpoint("qwen3_moe", moe_intermediate_size=24), version=1)
+    (tmp_path / "quantised").mkdir()
+    save_file({"model.norm.weight": torch.ones(4, dtype=torch.int8)}, tmp_path / "quantised" / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"'model.norm.weight' in .* is I8, need one of \('F64', 'F32', 'BF16', 'F16'\)"
+    ):
+        client.update_weights(tmp_path / "quantised", version=1)
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
         client.update_weights("/nonexistent", version=1)
     with pytest.raises(ValueError, match="save_pretrained"):
@@ -418,6 +442,25 @@ def test_a_server_without_capture_says_what_to_start_it_with(connect, server):
 def test_another_model_than_the_servers_is_refused(connect, checkpoint):
     with pytest.raises(ValueError, match="cannot serve model"):
         connect(model=checkpoint("qwen3_moe", num_hidden_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_experts": 4}, r"experts \[4, 4\], need \[8, 8\]"), ({"vocab_size": 64}, "token ids 64, need 96")],
+)
+def test_a_server_with_fewer_experts_or_tokens_is_refused_where_its_checkpoint_is_seen(
+    connect, server, checkpoint, change, message
+):
+    """Its routes would fit: all its ids are below the number of experts."""
+    server.model_path = str(checkpoint("qwen3_moe", **change))
+    with pytest.raises(ValueError, match=f"is of another model: it has {message}"):
+        connect()
+
+
+def test_an_old_server_is_refused(connect, server):
+    server.release_text = "0.4.9" if isinstance(server, FakeSglang) else "0.9.1"
+    with pytest.raises(ValueError, match=rf"{server.release_text} is too old for recorded routes; start version"):
+        connect()
 
 
 def test_a_dense_model_is_refused(connect, tmp_path):
