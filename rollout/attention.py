@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from rollout.attention_plan import AttentionBatch, DecodeGroup, Reach, Span
+from rollout.attention_plan import AttentionBatch, Group, Reach
 
 ATTENTION_NAME = "moe_rollout_slots"
 # Keywords that models pass and that change nothing in causal attention with the mask we build ourselves.
@@ -81,14 +81,19 @@ def slot_attention(
         return _by_table(query, keys, values, rule, attention_batch)[None], None
     out = query.new_zeros(query.shape[2], query.shape[1], values.shape[-1])
     for group in attention_batch.groups:
-        q = query[0, :, group.start : group.end].transpose(0, 1)[:, :, None]
-        mask = attention_batch.mask(group, rule.reach, query.dtype)
-        out[group.start : group.end] = _scored(q, _strided(keys, group), _strided(values, group), rule, mask)[:, :, 0]
+        q = query[0, :, group.start : group.end].unflatten(1, (-1, group.tokens)).transpose(0, 1)
+        k, v = _strided(keys, group), _strided(values, group)
+        if attention_batch.batch_invariant:
+            found = _attend_by_token(q, k, v, rule, group.longest - group.tokens)
+        else:
+            found = _scored(q, k, v, rule, attention_batch.mask(group, rule.reach, query.dtype))
+        out[group.start : group.end] = found.transpose(1, 2).flatten(0, 1)
     attend = _attend_by_token if attention_batch.batch_invariant else _attend
     for span in attention_batch.spans:
         rows = slice(span.slot, span.slot + span.kv_len)
         k, v = keys[rows].transpose(0, 1)[None], values[rows].transpose(0, 1)[None]
-        out[span.start : span.end] = attend(query[:, :, span.start : span.end], k, v, rule, span)[0].transpose(0, 1)
+        found = attend(query[:, :, span.start : span.end], k, v, rule, span.position)
+        out[span.start : span.end] = found[0].transpose(0, 1)
     return out[None], None
 
 
@@ -143,11 +148,11 @@ def _by_table(
     return _scored(q, gathered(keys), gathered(values), rule, mask).flatten(1, 2)
 
 
-def _strided(store: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+def _strided(store: torch.Tensor, group: Group) -> torch.Tensor:
     """`[requests, heads, keys, dim]` of a `[slots, heads, dim]` store, without a copy."""
     heads, dim = store.shape[1:]
     row = heads * dim
-    size = (group.end - group.start, heads, group.longest, dim)
+    size = (len(group.kv_lens), heads, group.longest, dim)
     return store.as_strided(size, (group.stride * row, dim, row, 1), group.slot * row)
 
 
@@ -196,27 +201,28 @@ def _causal_mask(queries: int, keys: int, position: int, reach: Reach, like: tor
     return like.new_zeros(queries, keys).masked_fill_((key > at) | (key < reach.first_of(at)), -torch.inf)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, span: Span) -> torch.Tensor:
-    """Attention of one request's newest tokens over its keys, which start at position 0."""
-    length, last = q.shape[2], span.kv_len - 1
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, position: int) -> torch.Tensor:
+    """Attention of one request's newest tokens, the first of them at `position`, over its keys from position 0."""
+    length, keys = q.shape[2], k.shape[2]
     if length == 1:
-        first = rule.reach.first(last)
+        first = rule.reach.first(position)
         return _scored(q, k[:, :, first:], v[:, :, first:], rule)
-    if span.position == 0 and rule.reach.first(last) == 0:
+    if position == 0 and rule.reach.first(keys - 1) == 0:
         return _scored(q, k, v, rule, causal=True)
-    return _scored(q, k, v, rule, mask=_causal_mask(length, span.kv_len, span.position, rule.reach, q))
+    return _scored(q, k, v, rule, mask=_causal_mask(length, keys, position, rule.reach, q))
 
 
-def _attend_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, span: Span) -> torch.Tensor:
-    """The same, one query at a time over exactly its own keys: no bit depends on how a prompt was cut into chunks."""
+def _attend_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, position: int) -> torch.Tensor:
+    """The same, one query of each request at a time over exactly its own keys: no bit depends on how a prompt was cut
+    into chunks, nor on how many requests there are."""
 
     def one(i: int) -> torch.Tensor:
-        at = span.position + i
+        at = position + i
         seen = slice(rule.reach.first(at), at + 1)
         return _scored(q[:, :, i : i + 1], k[:, :, seen], v[:, :, seen], rule)
 
     with _one_thread():
-        return torch.cat([one(i) for i in range(q.shape[2])], dim=2)
+        return one(0) if q.shape[2] == 1 else torch.cat([one(i) for i in range(q.shape[2])], dim=2)
 
 
 @contextlib.contextmanager

@@ -58,14 +58,20 @@ class Reach(NamedTuple):
         return position // self.chunk * self.chunk if self.chunk is not None else torch.zeros_like(position)
 
 
-class DecodeGroup(NamedTuple):
-    """Tokens `[start, end)`, one per request, whose keys start at `slot`, `slot + stride`, ...: one strided view."""
+class Group(NamedTuple):
+    """Tokens `[start, end)`, equally many per request, whose keys start at `slot`, `slot + stride`, ...: one strided
+    view."""
 
     start: int
     end: int
     slot: int
     stride: int
     kv_lens: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of each request."""
+        return (self.end - self.start) // len(self.kv_lens)
 
     @property
     def longest(self) -> int:
@@ -121,7 +127,7 @@ class AttentionBatch:
 
     pool: KVPool
     spans: list[Span]
-    groups: list[DecodeGroup]
+    groups: list[Group]
     out_cache_loc: torch.Tensor
     batch_invariant: bool
     gathered: torch.Tensor | None = None
@@ -134,16 +140,15 @@ class AttentionBatch:
     def plan(
         cls, pool: KVPool, spans: list[Span], out_cache_loc: torch.Tensor, batch_invariant: bool
     ) -> AttentionBatch:
-        """Gather decodes whose slots are evenly spaced; in batch-invariant mode every request is on its own."""
+        """Gather decodes whose slots are evenly spaced; in batch-invariant mode tokens that read equally many keys."""
         if pool.latent:
             return cls._plan_latent(pool, spans, out_cache_loc, batch_invariant)
-        if batch_invariant:
-            return cls(pool, list(spans), [], out_cache_loc, True)
-        runs = _even_runs([span for span in spans if span.end - span.start == 1])
+        runs = _even_runs(spans if batch_invariant else [s for s in spans if s.end - s.start == 1], batch_invariant)
         grouped = {span.start for run in runs for span in run}
         singles = [span for span in spans if span.start not in grouped]
         groups = [_group(run) for run in runs]
-        return cls(pool, singles, groups, out_cache_loc, False, kv_lens=_kv_lens(spans) if groups else None)
+        masked = groups and not batch_invariant
+        return cls(pool, singles, groups, out_cache_loc, batch_invariant, kv_lens=_kv_lens(spans) if masked else None)
 
     @classmethod
     def plan_table(
@@ -185,7 +190,7 @@ class AttentionBatch:
             self._masks[0, reach] = _decode_mask(self.table.kv_lens, self.table.length, reach, dtype)
         return self._masks[0, reach]
 
-    def mask(self, group: DecodeGroup, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, group: Group, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
         """The group's mask for layers of one reach, built once per step."""
         key = group.start, reach
         if key not in self._masks and self.kv_lens is not None:
@@ -212,6 +217,7 @@ class _Run:
     """Neighbours in the batch that may share one view, and what a longer run must respect."""
 
     spans: list[Span]
+    exact: bool
     stride: int = 0
     longest: int = 0
     total: int = 0
@@ -226,9 +232,11 @@ class _Run:
         """Take one more span, if its slots are as far from the last ones as those were, and its length is alike.
 
         A run reads, and masks, slots behind a request's keys, but never another request's: these may hold NaN, and
-        0 * NaN is NaN.
+        0 * NaN is NaN. An `exact` run masks nothing.
         """
         last = self.spans[-1]
+        if self.exact and (span.kv_len, span.position) != (last.kv_len, last.position):
+            return False
         stride, longest = span.slot - last.slot, max(self.longest, span.kv_len)
         total, room = self.total + span.kv_len, min(self.room, span.capacity)
         read = (len(self.spans) + 1) * longest
@@ -240,12 +248,12 @@ class _Run:
         return True
 
 
-def _even_runs(spans: Sequence[Span]) -> list[list[Span]]:
-    """Runs of two or more decodes that share one strided view of the pool."""
+def _even_runs(spans: Sequence[Span], exact: bool) -> list[list[Span]]:
+    """Runs of two or more requests that share one strided view of the pool."""
     runs: list[_Run] = []
     for span in spans:
         if not runs or not runs[-1].extend(span):
-            runs.append(_Run([span]))
+            runs.append(_Run([span], exact))
     return [run.spans for run in runs if len(run.spans) > 1]
 
 
@@ -253,6 +261,6 @@ def _kv_lens(spans: Sequence[Span]) -> torch.Tensor:
     return torch.from_numpy(np.repeat([s.kv_len for s in spans], [s.end - s.start for s in spans]))
 
 
-def _group(run: list[Span]) -> DecodeGroup:
+def _group(run: list[Span]) -> Group:
     stride = run[1].slot - run[0].slot
-    return DecodeGroup(run[0].start, run[-1].end, run[0].slot, stride, tuple(span.kv_len for span in run))
+    return Group(run[0].start, run[-1].end, run[0].slot, stride, tuple(span.kv_len for span in run))

@@ -21,7 +21,7 @@ from rollout.device import CpuStream, Stream, open_stream
 from rollout.device_memory import ParkedWeights
 from rollout.engine import Engine
 from rollout.expert_parallel import use_expert_parallel
-from rollout.experts import MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
+from rollout.experts import COMPACT, INVARIANT, MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
 from rollout.forced_rows import try_forcing
 from rollout.group_start import NOT_FORCED, check_member, join, refuse_states
 from rollout.group_weights import part_of
@@ -29,6 +29,7 @@ from rollout.loader import LoadedModel, fingerprint, load_model, move_model, rop
 from rollout.lockstep import Lockstep, Membership
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
+from rollout.packed_experts import forget_packed
 from rollout.parallel import ExpertRange, RankGroup, StepShape
 from rollout.prefix_cache import PrefixCache
 from rollout.request import Request
@@ -105,6 +106,7 @@ class BuiltEngine:
 
         def park() -> None:
             self.runner.forget_all()
+            forget_packed(self.runner.model)
             self.parked = ParkedWeights(self.runner.model, keep=level == 1)
 
         self.engine.forget_prefixes()
@@ -169,7 +171,7 @@ def build_on(
     forcing, not_forced = None, NOT_FORCED
     if ranks is not None:
         refuse_states(loaded.model)
-        use_expert_parallel(loaded.model, ranks, MIN_ROWS if options.batch_invariant else 1)
+        use_expert_parallel(loaded.model, ranks, INVARIANT if options.batch_invariant else COMPACT)
         ranks.begin(-1, StepShape((WATCHED_TOKENS,) * ranks.size))
     if ranks is None or ranks.layout != "allgather":
         forcing, not_forced = stream.call(lambda: try_forcing(loaded.model))
@@ -232,7 +234,7 @@ def _tested_runner(
     plain_attention = model.config._attn_implementation
     use_slot_attention(model)
     if ranks is None:
-        use_experts_implementation(model, _experts(options, stream.device))
+        stream.run(lambda: use_experts_implementation(model, _experts(options, stream.device), options.pack_experts))
     size = 2 * len(reference.tokens)
     runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant, ranks)
     if find_state_modules(model):

@@ -35,6 +35,8 @@ class EngineOptions(StrictModel):
             number and logs it. For an engine that has the machine to itself.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
             "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
+        pack_experts: keep a second copy of the expert weights in the order that products on a CPU read fastest, if it
+            takes at most half of the memory that is left; a group of ranks never does.
         dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
             experts. Must divide their number. The other sizes here count per rank.
         moe_dispatch: what travels between ranks. "alltoall": each token's row to the ranks of its experts. "allgather":
@@ -56,6 +58,7 @@ class EngineOptions(StrictModel):
     trust_remote_code: bool = False
     num_threads: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 1
     experts_implementation: Literal["auto", "hit_experts", "eager", "grouped_mm", "batched_mm"] = "auto"
+    pack_experts: bool = True
     dp_size: int = Field(1, ge=1, le=1024)
     moe_dispatch: Literal["alltoall", "allgather"] = "alltoall"
     collective_timeout_s: float = Field(60, gt=0)

@@ -16,7 +16,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollout.experts import experts_output
+from rollout.experts import Layout, experts_output
 from rollout.parallel import ExpertRange, RankGroup
 from storage.sites import find_routers
 
@@ -30,18 +30,18 @@ def local_pairs(ids: torch.Tensor, experts: ExpertRange) -> tuple[torch.Tensor, 
 
 
 def partial_output(
-    self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: ExpertRange, min_rows: int
+    self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: ExpertRange, layout: Layout
 ) -> torch.Tensor:
     """What this rank's experts add to `[tokens, hidden]`; tokens that chose none of them get zeros."""
     token, slot, expert = local_pairs(ids, experts)
     out = hidden.new_zeros((*ids.shape, hidden.shape[-1]))
     if len(token):
-        out[token, slot] = experts_output(self, hidden[token], expert[:, None], weights[token, slot][:, None], min_rows)
+        out[token, slot] = experts_output(self, hidden[token], expert[:, None], weights[token, slot][:, None], layout)
     return out.sum(dim=1)
 
 
 def alltoall_output(
-    self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: RankGroup, min_rows: int
+    self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: RankGroup, layout: Layout
 ) -> torch.Tensor:
     """Local tokens in, local tokens out; a token's row goes once to each rank that holds one of its experts."""
     site = self.expert_parallel_name
@@ -54,7 +54,7 @@ def alltoall_output(
     packed = _pack(hidden[chosen], ids[chosen], weights[chosen])
     arrived = torch.cat(group.all_to_all_rows(packed, sent, received, f"expert inputs of {site}"))
     their_hidden, their_ids, their_weights = _unpack(arrived, hidden, ids, weights)
-    outputs = partial_output(self, their_hidden, their_ids, their_weights, self.expert_range, min_rows)
+    outputs = partial_output(self, their_hidden, their_ids, their_weights, self.expert_range, layout)
     returned = group.all_to_all_rows(outputs, received, sent, f"expert outputs of {site}")
     out = torch.zeros_like(hidden)
     for row, part in zip(rows, returned, strict=True):
@@ -63,11 +63,11 @@ def alltoall_output(
 
 
 def allgather_output(
-    self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: RankGroup, min_rows: int
+    self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: RankGroup, layout: Layout
 ) -> torch.Tensor:
     """Tokens of all ranks in; out come this rank's rows, the others' are zero and cut off behind the block."""
     counts = list(group.shape.rows)
-    partial = partial_output(self, hidden, ids, weights, self.expert_range, min_rows)
+    partial = partial_output(self, hidden, ids, weights, self.expert_range, layout)
     mine = [counts[group.rank]] * group.size
     parts = group.all_to_all_rows(partial, counts, mine, f"partial outputs of {self.expert_parallel_name}")
     out = torch.zeros_like(hidden)
@@ -83,14 +83,14 @@ def _experts_forward(
     """Registered with transformers' experts interface; what a module needs of its group was noted on it."""
     group: RankGroup = self.expert_parallel_group
     compute = alltoall_output if group.layout == "alltoall" else allgather_output
-    return compute(self, hidden, top_k_index, top_k_weights, group, self.expert_parallel_min_rows)
+    return compute(self, hidden, top_k_index, top_k_weights, group, self.expert_parallel_layout)
 
 
-def use_expert_parallel(model: Any, group: RankGroup, min_rows: int) -> None:
+def use_expert_parallel(model: Any, group: RankGroup, layout: Layout) -> None:
     """Let a model whose experts were loaded in part (sharded_loader.py) run as one rank of `group`.
 
     Args:
-        min_rows: of each expert's matrix products, see experts.py.
+        layout: of each expert's rows, see experts.py.
 
     Raises:
         ValueError: for a family whose experts do not go through transformers' experts interface, or with `allgather`
@@ -118,7 +118,7 @@ def use_expert_parallel(model: Any, group: RankGroup, min_rows: int) -> None:
             if is_experts(child):
                 child.expert_parallel_group = group
                 child.expert_parallel_name = f"{name}.{child_name}"
-                child.expert_parallel_min_rows = min_rows
+                child.expert_parallel_layout = layout
         if group.layout == "allgather":
             block.register_forward_pre_hook(functools.partial(_gather, group, name), with_kwargs=True)
             block.register_forward_hook(functools.partial(_own_rows, group))

@@ -1,8 +1,8 @@
 """Experts implementations of our own, registered through transformers' public experts interface. Inference only.
 
 `hit_experts` sorts the (token, slot) pairs by expert and runs one pair of matrix products per expert that was hit;
-transformers' CPU `grouped_mm` visits all experts. `batch_invariant_experts` lays each group out in at least 16 rows:
-from there on a row's bits do not depend on how many rows share the product (checked at start, see self_test.py).
+transformers' CPU `grouped_mm` visits all experts. `batch_invariant_experts` uses products in which a row's bits do not
+depend on how many rows share them (checked at start, see self_test.py): of packed weights, or of 16 rows and more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rollout.packed_experts import MIN_PACKED_ROWS, PROJECTIONS, pack_experts, packed_keep_bits
 from rollout.router import wrap_forward
 
 MIN_ROWS = 16
@@ -26,6 +27,17 @@ ROW_MULTIPLE = 32
 FEW_ROWS = 8
 FEW_VALUES = 2048
 _PRODUCTS = frozenset({F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
+
+
+class Layout(NamedTuple):
+    """How low a group of rows may be, and of what number all rows are a multiple."""
+
+    min_rows: int = 1
+    multiple: int = 1
+
+
+COMPACT = Layout()
+INVARIANT = Layout(MIN_ROWS, ROW_MULTIPLE)
 
 
 class Groups(NamedTuple):
@@ -42,21 +54,21 @@ class Groups(NamedTuple):
     heights: list[int]
 
 
-def group_by_expert(ids: torch.Tensor, num_experts: int, min_rows: int) -> Groups:
-    """Groups of `[tokens, K]` ids, each at least `min_rows` high; with padding also all of them a multiple of 32 rows.
+def group_by_expert(ids: torch.Tensor, num_experts: int, layout: Layout = COMPACT) -> Groups:
+    """Groups of `[tokens, K]` ids.
 
-    >>> group_by_expert(torch.tensor([[2, 0], [2, 1]]), num_experts=3, min_rows=1)
+    >>> group_by_expert(torch.tensor([[2, 0], [2, 1]]), num_experts=3)
     Groups(row=tensor([2, 0, 3, 1]), token=tensor([0, 1, 0, 1]), experts=[0, 1, 2], heights=[1, 1, 2])
     """
     flat = ids.reshape(-1).numpy()
     counts = np.bincount(flat, minlength=num_experts)
     if len(counts) > num_experts:
         raise ValueError(f"expert id {len(counts) - 1} for {num_experts} experts; use experts_implementation='eager'")
-    heights = np.where(counts > 0, np.maximum(counts, min_rows), 0)
+    heights = np.where(counts > 0, np.maximum(counts, layout.min_rows), 0)
     size = int(heights.sum())
     order = np.argsort(flat, kind="stable")
     shift = np.cumsum(heights) - heights - (np.cumsum(counts) - counts)
-    row, token = np.empty_like(order), np.zeros(size + (-size % ROW_MULTIPLE if min_rows > 1 else 0), np.int64)
+    row, token = np.empty_like(order), np.zeros(size + -size % layout.multiple, np.int64)
     row[order] = np.arange(len(flat)) + np.repeat(shift, counts)
     token[row] = np.arange(len(flat)) // ids.shape[1]
     hit = np.flatnonzero(counts)
@@ -67,72 +79,89 @@ def hit_experts(
     self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Expert outputs `[tokens, hidden]` for ids and weights `[tokens, K]`; one GEMM pair per hit expert."""
-    return experts_output(self, hidden, top_k_index, top_k_weights, min_rows=1)
+    return experts_output(self, hidden, top_k_index, top_k_weights, COMPACT)
 
 
 def batch_invariant_experts(
     self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The same with every GEMM at least 16 rows high, and the layout a multiple of 32 rows."""
-    return experts_output(self, hidden, top_k_index, top_k_weights, min_rows=MIN_ROWS)
+    """The same with products that keep a row's bits, and rows in a multiple of 32."""
+    return experts_output(self, hidden, top_k_index, top_k_weights, self.batch_invariant_layout)
 
 
 def experts_output(
-    self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, min_rows: int
+    self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    """Outputs `[tokens, hidden]` of an experts module. `min_rows` above 1 pads each group, and the whole layout too."""
+    """Outputs `[tokens, hidden]` of an experts module."""
     tokens, slots = top_k_index.shape
-    groups = group_by_expert(top_k_index, self.num_experts, min_rows)
+    groups = group_by_expert(top_k_index, self.num_experts, layout)
     rows = hidden.index_select(0, groups.token)
-    projected = _grouped_linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups)
+    any_product = layout is COMPACT
+    projected = _grouped_linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups, any_product)
     activated = self._apply_gate(projected) if self.has_gate else self.act_fn(projected)
-    out = _grouped_linear(self, "down_proj", activated, groups)
+    out = _grouped_linear(self, "down_proj", activated, groups, any_product)
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
     weighted = out[groups.row].view(tokens, slots, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(dim=1).to(hidden.dtype)
 
 
-def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups, any_product: bool) -> torch.Tensor:
+    """`any_product`: whether each may be computed in the way that is fastest for its size, or all in one way."""
     weight = getattr(self, name)
-    if self.is_transposed:
-        weight = weight.transpose(-2, -1)
+    weights = (weight.transpose(-2, -1) if self.is_transposed else weight).unbind(0)
+    packed = getattr(self, "packed_weights", {}).get(name)
     padding = len(rows) - sum(groups.heights)
-    out = rows.new_empty(len(rows), weight.shape[-2])
+    out = rows.new_empty(len(rows), weights[0].shape[0])
     if padding:
         out[-padding:] = 0
     heights = [*groups.heights, padding]
     for expert, given, made in zip(groups.experts, rows.split(heights), out.split(heights), strict=False):
-        _product(given, weight[expert], made)
+        if any_product and len(given) <= FEW_ROWS and _is_few(given):
+            made.copy_(torch.mm(weights[expert], given.t()).t())
+        elif packed is not None and (not any_product or packed.is_faster(len(given))):
+            packed.product(given, expert, made)
+        else:
+            torch.mm(given, weights[expert].t(), out=made)
         if self.has_bias:
             made += getattr(self, f"{name}_bias")[expert]
     return out
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """`rows @ weight.T`. MKL has slow fp32 kernels for a few short rows; of the transposed product it has fast ones."""
-    if 2 <= len(rows) <= FEW_ROWS and rows.numel() <= FEW_VALUES and rows.dtype is torch.float32:
-        out.copy_(torch.mm(weight, rows.t()).t())
-    else:
-        torch.mm(rows, weight.t(), out=out)
+def _is_few(rows: torch.Tensor) -> bool:
+    """MKL has slow fp32 kernels for a few short rows; of the transposed product it has fast ones."""
+    return len(rows) > 1 and rows.numel() <= FEW_VALUES and rows.dtype is torch.float32
 
 
-def use_experts_implementation(model: Any, name: str) -> None:
-    """Switch `model` to the experts implementation `name`, ours or transformers'."""
+def use_experts_implementation(model: Any, name: str, pack: bool = True) -> None:
+    """Switch `model` to the experts implementation `name`, ours or transformers'; `pack` for ours, see
+    packed_experts.py."""
     ALL_EXPERTS_FUNCTIONS.register("hit_experts", hit_experts)
     ALL_EXPERTS_FUNCTIONS.register("batch_invariant_experts", batch_invariant_experts)
     model.set_experts_implementation(name)
+    if pack and name in ("hit_experts", "batch_invariant_experts"):
+        pack_experts(model)
     if name == "batch_invariant_experts":
+        packed = packed_keep_bits(model)
         for module in model.modules():
             if hasattr(module, "has_gate"):
-                _lay_out_by_input(module)
+                _keep_bits(module, packed)
             elif type(module).__name__.endswith("Experts"):
                 wrap_forward(module, _with_padded_products)
 
 
+def _keep_bits(experts: Any, packed: bool) -> None:
+    """Choose products that keep a row's bits among any number of rows: of packed weights where these do, else of at
+    least 16 rows."""
+    experts.batch_invariant_layout = Layout(MIN_PACKED_ROWS, ROW_MULTIPLE) if packed else INVARIANT
+    if not packed:
+        experts.packed_weights = {}
+        _lay_out_by_input(experts)
+
+
 def _lay_out_by_input(experts: Any) -> None:
     """Order the values of the weights as products of 16 rows and more read them fastest: shapes and values stay."""
-    for name in () if experts.is_transposed else ("gate_up_proj", "up_proj", "down_proj"):
+    for name in () if experts.is_transposed else PROJECTIONS:
         weight = getattr(experts, name, None)
         if weight is not None and weight.dtype is torch.float32:
             weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)

@@ -21,6 +21,7 @@ class SamplingBatch:
     uniform: torch.Tensor
     greedy: torch.Tensor
     all_greedy: bool
+    any_greedy: bool
     any_scaled: bool
     min_p: tuple[torch.Tensor, torch.Tensor] | None
     top_k: list[tuple[int, torch.Tensor]]
@@ -36,6 +37,7 @@ class SamplingBatch:
             uniform=torch.from_numpy(uniform),
             greedy=torch.tensor([p.temperature == 0 for p in params]),
             all_greedy=not drawn,
+            any_greedy=len(drawn) < len(params),
             any_scaled=any(t != 1.0 for t in temperature),
             min_p=_rows_and_values([(i, params[i].min_p) for i in drawn if params[i].min_p > 0]),
             top_k=_rows_by_k([(i, params[i].top_k) for i in drawn if params[i].top_k > 0]),
@@ -92,6 +94,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, edited: torch.Tensor | No
     """
     logits = logits.float()
     raw, processed = log_distributions(logits, batch, edited)
+    if not batch.any_greedy:
+        tokens = _draw(processed, batch.uniform)
+        chosen = _chosen(raw, tokens)
+        return Drawn(tokens, chosen if processed is raw else _chosen(processed, tokens), chosen, raw, processed)
     greedy = (logits if edited is None else edited).argmax(-1)
     if batch.all_greedy:
         chosen = _chosen(raw, greedy)

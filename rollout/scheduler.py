@@ -323,7 +323,6 @@ def _power_of_two(count: int) -> int:
 
 def flatten(batch: list[Work]) -> tuple[np.ndarray, np.ndarray]:
     """(position, slot) of each token of a step, int64 `[tokens]`."""
-    position = np.concatenate([np.arange(0), *(np.arange(w.start, w.start + w.length) for w in batch)])
-    lengths = np.array([w.length for w in batch], np.int64)
-    offset = np.repeat(np.array([w.request.slot for w in batch], np.int64), lengths)
-    return position, position + offset
+    lengths, starts, slots = np.array([(w.length, w.start, w.request.slot) for w in batch], np.int64).reshape(-1, 3).T
+    position = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return position, position + np.repeat(slots, lengths)

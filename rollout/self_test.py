@@ -154,7 +154,7 @@ def _check_routes(runner: ModelRunner, name: str, routes: np.ndarray, expected: 
 
 
 def check_batch_invariance(runner: ModelRunner, reference: Reference, max_batch_tokens: int) -> None:
-    """Require bit-equal logits whole, in chunks, beside another request and in a full batch.
+    """Require bit-equal logits whole, in chunks, beside another request, in a full batch, and of a token beside others.
 
     A full batch is what it takes for element-wise kernels to split their work between threads.
 
@@ -172,6 +172,10 @@ def check_batch_invariance(runner: ModelRunner, reference: Reference, max_batch_
         logits = _run(runner, _works([tokens, *[tokens[::-1]] * (count - 1)], 0, len(tokens)))[0]
         if not torch.equal(logits[: len(tokens)], whole):
             raise ValueError(_not_invariant(runner, how))
+        if not runner.whole_prompts and count * len(tokens) <= MAX_ROWS_INVARIANT:
+            last = _run(runner, _works([tokens, *[tokens[::-1]] * (count - 1)], len(tokens) - 1, 1))[0][:1]
+            if not torch.equal(last, whole[-1:]):
+                raise ValueError(_not_invariant(runner, f"of a token {how}"))
 
 
 def _not_invariant(runner: ModelRunner, how: str) -> str:

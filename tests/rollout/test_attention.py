@@ -90,6 +90,18 @@ def test_evenly_spaced_decodes_share_one_call() -> None:
     assert batch.spans == []
 
 
+def test_only_tokens_with_equally_many_keys_share_a_call_that_keeps_bits() -> None:
+    pool = KVPool(5 * 32)
+    lengths = [(2, 6), (2, 6), (1, 6), (1, 7), (1, 7)]  # new tokens and keys of each request
+    ends = np.cumsum([new for new, _ in lengths]).tolist()
+    spans = [
+        Span(end - new, end, 32 * i, keys, 32) for i, ((new, keys), end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+    batch = AttentionBatch.plan(pool, spans, torch.arange(ends[-1]), True)
+    assert [(group.start, group.end, group.tokens) for group in batch.groups] == [(0, 4, 2), (5, 7, 1)]
+    assert batch.spans == [spans[2]]
+
+
 def call(**keywords) -> None:
     pool = KVPool(4)
     batch = AttentionBatch.plan(pool, [Span(0, 2, 0, 2, 4)], torch.tensor([0, 1]), False)
