@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rollout.expert_parallel import use_expert_parallel
+from rollout.experts import COMPACT
 from rollout.group_start import refuse_states
 from rollout.parallel import RankGroup, StepShape, join_group
 from rollout.router import watch
@@ -39,7 +40,7 @@ def run_case(case: dict[str, Any], directory: Path, rank: int, group: Any) -> di
     model = load_rank(str(directory / case["family"]), torch.float32, rank, size)
     refuse_states(model)
     ranks = RankGroup(rank, size, case["layout"], group)
-    use_expert_parallel(model, ranks, min_rows=1)
+    use_expert_parallel(model, ranks, COMPACT)
     shape = StepShape(tuple(len(tokens) for tokens in case["tokens"]), case["graph_batch"])
     seen: dict[int, torch.Tensor] = {}
     ranks.begin(0, StepShape((2,) * size))
