@@ -51,13 +51,13 @@ class EngineModel:
             raise ValueError(f"{name}: routes have shape {layers.shape}, need [rows, {need[0]} layers, {need[1]}]")
         return layers[:, [site.layer for site in self.spec.sites]]
 
-    def check_served(self, path: Any) -> None:
+    def check_served(self, path: str | None) -> None:
         """Refuse a server whose own checkpoint can be seen from here and is of another model.
 
         Raises:
             ValueError: with what differs. A path that is not on this machine says nothing.
         """
-        if not isinstance(path, str) or not Path(path).is_dir() or Path(path).resolve() == Path(self.path).resolve():
+        if not path or not (Path(path) / "config.json").is_file() or Path(path).resolve() == Path(self.path).resolve():
             return
         own, found = self._shape(), describe_model(path)._shape()
         if wrong := [f"{name} {found[name]}, need {own[name]}" for name in own if found[name] != own[name]]:
