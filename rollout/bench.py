@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from rollout.auto_threads import candidates
@@ -94,7 +95,7 @@ def run_bench(options: BenchOptions) -> dict[str, Case]:
                 key = f"{label} B{batch}"
                 prompts = [[(i * 37 + j * 11) % 4000 + 2 for j in range(options.prompt_len)] for i in range(batch)]
                 traces = Path(scratch, f"traces-{len(results)}")
-                case = _measure(variants_of(path, prompts, options, traces), options)
+                case = _measure(variants_of(path, prompts, options, traces), options, key)
                 floor = _floor(path, batch, options, case.threads["recording"]) if options.floor else None
                 results[key] = case._replace(floor=floor)
     return results
@@ -117,13 +118,15 @@ def labels(models: Sequence[str]) -> dict[str, str]:
     return {model if name in alike or not name else name: model for name, model in zip(names, models, strict=True)}
 
 
-def _measure(variants: Mapping[str, Variant], options: BenchOptions) -> Case:
+def _measure(variants: Mapping[str, Variant], options: BenchOptions, key: str) -> Case:
     """All variants stay open, so that rounds interleave."""
     chosen: dict[str, int] = {}
     threads: dict[str, int] = {}
     megabytes: dict[str, float | None] = {}
     runs: dict[str, Run] = {}
+    total = len(variants) * (options.repeats + 1)
     with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(tqdm(total=total, desc=key, leave=False, disable=None))
         for name, variant in variants.items():
             if variant.family not in chosen:
                 chosen[variant.family] = _fastest(variant, options)
@@ -133,10 +136,12 @@ def _measure(variants: Mapping[str, Variant], options: BenchOptions) -> Case:
             runs[name](0, options.new_tokens)
             after = resident_bytes()
             megabytes[name] = None if before is None or after is None else (after - before) / 1e6
-        rounds = [
-            {name: runs[name](number, options.new_tokens) for name in order(list(runs), number)}
-            for number in range(1, options.repeats + 1)
-        ]
+            bar.update()
+        rounds: list[Round] = [{} for _ in range(options.repeats)]
+        for number, measured in enumerate(rounds, 1):
+            for name in order(list(runs), number):
+                measured[name] = runs[name](number, options.new_tokens)
+                bar.update()
     return Case(rounds, threads, megabytes, peak_resident_bytes() / 1e6)
 
 
