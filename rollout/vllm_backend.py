@@ -12,7 +12,7 @@ from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
 from rollout.engine_versions import CONDEMNED, check_version, version_number
 from rollout.http_engine import HttpEngine
 from rollout.served_engine import ServedBackend
-from rollout.vllm_wire import completions_body, generate_body, vllm_capabilities, vllm_reply
+from rollout.vllm_wire import NO_DETOKENIZER, completions_body, generate_body, vllm_capabilities, vllm_reply
 
 MIN_VERSION = (0, 30)
 START = (
@@ -137,7 +137,8 @@ class VllmHttp:
         await self._http.close()
 
     def _capabilities(self, engine: str) -> Any:
-        return vllm_capabilities(engine, stop_strings=self._api == "completions", version_spans=False)
+        no_stop = NO_DETOKENIZER if self._api == "generate" else None
+        return vllm_capabilities(engine, no_stop=no_stop, version_spans=False)
 
 
 def connect_vllm(

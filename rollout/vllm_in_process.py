@@ -20,7 +20,7 @@ from rollout.engine_versions import check_version
 from rollout.served_engine import ServedBackend
 from rollout.vllm_backend import MIN_VERSION
 from rollout.vllm_load import load
-from rollout.vllm_wire import vllm_capabilities, vllm_sampling, vllm_stop_reason
+from rollout.vllm_wire import IN_PROCESS, vllm_capabilities, vllm_sampling, vllm_stop_reason
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM reads these when it is imported: one process, and no threads pinned to cores that others use too."""
@@ -67,7 +67,7 @@ class VllmInProcess:
         require_vllm()
         self.model, self._options = model, dict(options)
         self.own_weights, self.max_sequence_tokens = model.path, model.max_positions
-        self.capabilities = vllm_capabilities("vLLM", stop_strings=False, version_spans=False)
+        self.capabilities = vllm_capabilities("vLLM", no_stop=IN_PROCESS, version_spans=False)
         self._waiting: dict[str, _Waiting] = {}
         self._version = self._steps = 0
         self._engine: Any = None
@@ -112,7 +112,7 @@ class VllmInProcess:
         self._engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
         self.max_sequence_tokens = int(self._engine.vllm_config.model_config.max_model_len)
         spans = not self._engine.vllm_config.scheduler_config.async_scheduling  # else tokens are under way in an update
-        self.capabilities = vllm_capabilities(f"vLLM {vllm.__version__}", stop_strings=False, version_spans=spans)
+        self.capabilities = vllm_capabilities(f"vLLM {vllm.__version__}", no_stop=IN_PROCESS, version_spans=spans)
 
     async def generate(self, request: SampleRequest, request_id: str) -> EngineReply:
         """Queue one sequence and wait for its end."""

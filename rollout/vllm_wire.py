@@ -35,10 +35,13 @@ PASSED = (
 """Others; sent when they differ from their defaults."""
 
 
-def vllm_capabilities(engine: str, *, stop_strings: bool, version_spans: bool) -> Capabilities:
+NO_DETOKENIZER = "/inference/v1/generate has no tokenizer; use api='completions'"
+IN_PROCESS = "vLLM in process runs without a detokenizer; connect to its server with api='completions'"
+
+
+def vllm_capabilities(engine: str, *, no_stop: str | None, version_spans: bool) -> Capabilities:
     """What vLLM keeps of the contract. With 0.30 on a CPU the ids of a row come in the order of transformers' for
-    Qwen3-MoE and Mixtral, and in another for OLMoE."""
-    no_detokenizer = {} if stop_strings else {"stop": "/inference/v1/generate has no tokenizer; use api='completions'"}
+    Qwen3-MoE and Mixtral, and in another for OLMoE. `no_stop` is why stop strings are refused, or None."""
     return Capabilities(
         engine=engine,
         update_in_flight=version_spans,
@@ -49,7 +52,7 @@ def vllm_capabilities(engine: str, *, stop_strings: bool, version_spans: bool) -
         frozen_recompute=False,
         slot_order="differs",
         refused={"logprobs": "top-N tokens are not decoded", "bad_words": "its spellings are not this engine's"}
-        | no_detokenizer,
+        | ({"stop": no_stop} if no_stop else {}),
     )
 
 

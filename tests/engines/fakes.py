@@ -22,6 +22,8 @@ from aiohttp import web
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VLLM = json.loads((FIXTURES / "vllm_0_30.json").read_text())
+ADMIN = {"/abort_request", "/pause_generation", "/continue_generation", "/flush_cache"}
+ADMIN |= {"/update_weights_from_disk", "/update_weight_version"}
 SGLANG = json.loads((FIXTURES / "sglang_0_5_23.json").read_text())
 
 
@@ -51,6 +53,7 @@ class FakeServer:
         drifts: weights that are loaded again are not the same, as in a broken reload.
         release_text: its version, when it is another than the one whose replies were recorded.
         absent: paths that do not exist, as without a flag.
+        admin_key: the only one that SGLang's admin routes take; None when `key` does.
         raw_logprobs: vLLM's default, logprobs before filters and temperature.
         extended: vLLM's workers have our methods.
         seen: (path, body, headers) of all requests.
@@ -70,6 +73,7 @@ class FakeServer:
         self.cut: Counter[str] = Counter()
         self.full: Counter[str] = Counter()
         self.release_text = ""
+        self.admin_key: str | None = None
         self.absent: set[str] = set()
         self.raw_logprobs, self.extended, self.paused = False, True, False
         self.seen: list[tuple[str, Any, Any]] = []
@@ -115,7 +119,8 @@ class FakeServer:
         return [path for path, *_ in self.seen if path.endswith(("generate", "completions"))]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+        key = self.admin_key if self.admin_key and request.path in ADMIN else self.key
+        if key and request.headers.get("Authorization") != f"Bearer {key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json() if request.can_read_body else {}
         self.seen.append((request.path, body, request.headers))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rollout import RolloutClient, SamplingParams
+from rollout.engine_reply import EngineDeadError
 from storage import TraceDataset
-from tests.engines.fakes import FakeSglang
+from tests.engines.fakes import ADMIN, FakeSglang
 
 PARAMS = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
 
@@ -69,6 +70,24 @@ def test_seeds_are_refused_by_a_server_that_would_ignore_them_or_does_not_say(co
         client.sample([[5, 7]], sampling_params=PARAMS)
     unseeded = PARAMS.model_copy(update={"seed": None})
     assert len({trace.seed for trace in client.sample([[5, 7]], sampling_params=unseeded)} - {None}) == 1
+
+
+def test_admin_routes_get_the_admin_key_and_no_others_do(connect, server, model):
+    server.key, server.admin_key = "k", "a"
+    server.refuse_flush = True  # so that pause, flush and continue are asked as well
+    client = connect(api_key="k", admin_api_key="a")
+    client.update_weights(model, version=1)
+    assert client.sample([[5, 7]], sampling_params=PARAMS)[0].weight_version == 1
+    sent = {path: headers["Authorization"] for path, _, headers in server.seen}
+    assert {path for path, key in sent.items() if key == "Bearer a"} == ADMIN - {"/abort_request"}
+    assert sent["/generate"] == sent["/model_info"] == "Bearer k"
+
+
+def test_without_the_admin_key_an_update_fails_before_anything_is_loaded(connect, server, model):
+    server.key, server.admin_key = "k", "a"
+    with pytest.raises(EngineDeadError, match="/update_weights_from_disk: 401: Unauthorized; pass the server's key"):
+        connect(api_key="k").update_weights(model, version=1)
+    assert server.loads == 0
 
 
 def test_what_else_retractions_could_mean_is_refused(connect):

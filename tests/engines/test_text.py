@@ -11,6 +11,7 @@ from rollout.engine_model import describe_model
 from rollout.engine_reply import EngineReply, trace_of
 from rollout.tiny_moe import MODEL_PATH, exact_match
 from tests.engines.conftest import ENGINES
+from tests.engines.fakes import FakeVllm
 
 TINY = (8, 2, 16, 15)  # layers, experts per token, experts, token ids
 
@@ -30,6 +31,25 @@ def test_text_and_rewards_are_those_of_the_tokens(engine: str):
     server.stop()
     assert [trace.reward for trace in traces] == [1.0] * 4
     assert any(decoded)
+
+
+def test_stop_strings_go_to_completions_and_their_name_comes_back():
+    server = FakeVllm(shape=TINY)
+
+    def stopped(prompt, body):
+        body["choices"][0] |= {"finish_reason": "stop", "stop_reason": ";"}
+        return body
+
+    params = SamplingParams(max_tokens=6, seed=0, stop=";", ignore_eos=True)
+    with RolloutClient.connect(server.url, backend="vllm", model=MODEL_PATH, api="completions") as client:
+        server.spoil = stopped
+        (trace,) = client.sample(["12+34="], sampling_params=params)
+        assert [body.get("stop") for path, body, _ in server.seen if path == "/v1/completions"][-1] == [";"]
+    assert (trace.finish_reason, trace.stop_reason) == ("stop", ";")
+    with RolloutClient.connect(server.url, backend="vllm", model=MODEL_PATH) as client:
+        with pytest.raises(ValueError, match=r"cannot do stop=.*generate has no tokenizer; use api='completions'"):
+            client.sample(["12+34="], sampling_params=params)
+    server.stop()
 
 
 @pytest.mark.parametrize(("stop_reason", "text"), [(None, "12+3"), ("+", "12"), (4, "12+3")])
