@@ -19,7 +19,14 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def pages_with_blocks() -> list[Any]:
+    """The two longest ones are of the `full` tier."""
+    slow = ("looking", "operations")
+    pages = [page for page in PAGES if blocks(page)]
+    return [pytest.param(p, id=p.stem, marks=[pytest.mark.full] * (p.stem in slow)) for p in pages]
+
+
+@pytest.mark.parametrize("page", pages_with_blocks())
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

@@ -41,6 +41,7 @@ def test_policy_step_moves_the_policy_and_its_rows_carry_version_1(tmp_path: Pat
     assert len(moved) > 0.9 * len(second)
 
 
+@pytest.mark.full
 def test_grpo_runs_its_steps_and_keeps_the_traces_of_each_version(tmp_path: Path) -> None:
     grpo = load("grpo")
     recipe = grpo.parse(["--steps", "3", "--prompts", "8", "--evaluate", "20", "--traces", str(tmp_path)])
@@ -60,6 +61,7 @@ def test_advantages_of_a_group_by_hand() -> None:
     assert advantages.tolist() == pytest.approx([0.9998, -0.9998, -0.9998, 0.9998, 0, 0, 0, 0], abs=1e-6)
 
 
+@pytest.mark.full
 def test_the_comparison_writes_a_table_and_a_picture_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

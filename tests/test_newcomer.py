@@ -117,7 +117,12 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     ("missing", "arguments", "command"),
     [
-        ("obstore", ["inspect", "s3://bucket/traces"], "pip install 'moe-rollout[objects]'"),
+        pytest.param(
+            "obstore",
+            ["inspect", "s3://bucket/traces"],
+            "pip install 'moe-rollout[objects]'",
+            marks=pytest.mark.full,
+        ),
         ("matplotlib", ["plot", "{traces}", "--out", "{traces}-plots"], "pip install 'moe-rollout[plot]'"),
         ("pyarrow", ["inspect", "{traces}"], "next, in a clone: pip install ."),
     ],

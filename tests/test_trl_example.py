@@ -38,7 +38,7 @@ def spied(example, monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_shuffled_and_split_batches_find_their_routes(tmp_path, monkeypatch, checkpointing):
     """A float32 sampler: with each row's own routes trainer and sampler agree to rounding, at a learning rate of 0."""
     example = load("trl_grpo")
@@ -54,6 +54,7 @@ def test_shuffled_and_split_batches_find_their_routes(tmp_path, monkeypatch, che
     assert [len(list(dataset.iter(step=step))) for step in dataset.steps] == [32, 32]
 
 
+@pytest.mark.full
 def test_routes_of_other_samples_would_be_seen(tmp_path, monkeypatch):
     """The negative control: the same comparison, when the table gives each row its neighbour's routes."""
     example = load("trl_grpo")
@@ -69,6 +70,7 @@ def test_routes_of_other_samples_would_be_seen(tmp_path, monkeypatch):
     assert max(float(part.abs().max()) for part in seen) > 1e-2
 
 
+@pytest.mark.full
 def test_a_reference_model_is_not_replayed(tmp_path):
     """With beta > 0 TRL forwards a reference model inside the same training step."""
     example = load("trl_grpo")

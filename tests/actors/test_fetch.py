@@ -64,6 +64,7 @@ class Trainer:
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.full
 def test_two_trainers_fetch_the_bytes_of_their_own_tables_and_the_driver_none() -> None:
     spans = [(0, 1), (1, 3), (3, 4), (4, 6)]
     refs = [sampled.remote(*span) for span in spans]

@@ -16,6 +16,7 @@ LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=0)
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.full
 def test_pause_abort_and_resume_over_ray():
     with RolloutClient.local(MODEL, **OPTIONS) as local:
         whole = local.sample(PROMPTS, num_samples=2, sampling_params=LONG, step=0)

@@ -112,6 +112,7 @@ def test_a_step_that_fails_is_not_committed_and_comes_again(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.full
 def test_a_sample_that_always_fails_stops_the_run_with_a_remedy_or_is_skipped(tmp_path: Path, caplog) -> None:
     failing = functools.partial(fake_client, error_at="r/1/p3/1")
     config = load_config(write_run(tmp_path, steps=2))

@@ -205,6 +205,7 @@ def test_paused_streams_do_not_starve_the_next_one(pool: ActorPool) -> None:
         stream.close()
 
 
+@pytest.mark.full
 def test_an_actor_replaced_right_after_it_was_found_ready_is_not_asked_before_it_has_its_model(monkeypatch) -> None:
     ready_handle, replaced = ActorSlot.ready_handle, []
 
@@ -222,6 +223,7 @@ def test_an_actor_replaced_right_after_it_was_found_ready_is_not_asked_before_it
     assert len(replaced) == 1
 
 
+@pytest.mark.full
 def test_what_an_actor_delivered_and_its_node_lost_is_sampled_again(monkeypatch) -> None:
     losses = [ObjectLostError("ab" * 28, None, "")]
 
@@ -261,6 +263,7 @@ def test_an_actor_killed_from_outside_is_replaced_with_the_current_weights() -> 
     assert pid not in {trace.metadata["pid"] for trace in traces}
 
 
+@pytest.mark.full
 def test_a_sample_that_kills_every_actor_ends_the_stream_by_name(journal: Path) -> None:
     limits = Limits(chunk_samples=1, outstanding_chunks=1, max_attempts=2)
     with pool_of(1, limits, journal=str(journal), die_at="run/0/1/0", die_times=99) as pool:
@@ -304,6 +307,7 @@ def test_weights_of_another_kind_are_refused_before_any_actor_is_asked(pool: Act
 
 
 @pytest.mark.parametrize("half", ["stage", "apply"])
+@pytest.mark.full
 def test_an_actor_that_dies_in_an_update_is_replaced_and_has_the_new_weights_before_it_samples(
     half: str, journal: Path
 ) -> None:
@@ -317,6 +321,7 @@ def test_an_actor_that_dies_in_an_update_is_replaced_and_has_the_new_weights_bef
     assert len(list(journal.glob("death-*"))) == 1
 
 
+@pytest.mark.full
 def test_an_update_that_kills_every_actor_is_an_error_and_the_old_weights_serve(journal: Path) -> None:
     requests = make_requests(prompts=4, samples=1, step=2)
     with pool_of(2, journal=str(journal), die_at="stage", die_times=2) as pool:
@@ -367,6 +372,7 @@ def test_all_actors_wake_or_none(journal: Path, num_actors: int) -> None:
     pool.close()
 
 
+@pytest.mark.full
 def test_a_sleeping_pool_refuses_to_sample_and_an_actor_that_dies_in_its_sleep_comes_back_asleep() -> None:
     requests = make_requests(prompts=4, samples=1, step=9)
     with pool_of(2) as pool:
@@ -433,6 +439,7 @@ def test_more_actors_than_the_cluster_can_ever_hold_are_refused_at_once(cluster:
         ActorPool("fake", num_actors=9, backend_factory=FakeBackend)
 
 
+@pytest.mark.full
 def test_all_actors_of_a_node_read_one_stored_copy_of_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The object store grows by the size of the weights once, not once per actor, and what actors read lies in it."""
     stored: list[StoredWeights] = []
@@ -475,6 +482,7 @@ def test_a_slow_engine_is_left_alone_while_it_goes_on(journal: Path) -> None:
     assert len(pids) == 1
 
 
+@pytest.mark.full
 def test_a_consumer_that_pauses_is_no_stall(journal: Path) -> None:
     requests = make_requests(6, 1, milliseconds=50)
     with pool_of(1, QUICK, journal=str(journal)) as pool:

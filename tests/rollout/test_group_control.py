@@ -160,6 +160,7 @@ def test_sleep_and_wake(pair, model, expected, level, in_flight):
         pair.wake()
 
 
+@pytest.mark.full
 def test_weights_that_one_rank_alone_refuses_leave_the_group_fit_for_the_next(model, other, expected_of_other):
     good = AutoModelForCausalLM.from_pretrained(other).state_dict()
     name = next(name for name in good if ".experts." in name)

@@ -147,6 +147,7 @@ def test_an_update_reaches_all_ranks_or_none(model, pair, alone, tmp_path):
     check_same(sample(pair, SEEDED), alone("qwen3_moe", SEEDED))
 
 
+@pytest.mark.full
 def test_allgather_with_shared_experts_and_graph_padding(model, alone):
     options = {"dp_size": 2, "moe_dispatch": "allgather", "graph_batches": (2, 4), **SMALL}
     backend = GroupBackend(str(model("deepseek_v3")), **options)

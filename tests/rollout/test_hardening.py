@@ -215,6 +215,7 @@ def test_a_step_or_version_that_is_no_integer_is_refused_before_sampling(wrong: 
         assert client.backend.stats.forwards == 0
 
 
+@pytest.mark.full
 def test_a_process_that_forgets_to_close_ends_with_exit_code_0() -> None:
     """A daemon thread inside a kernel would abort the interpreter."""
     script = (

@@ -218,7 +218,7 @@ def run(engines, examples, steps, derandomize):
 
 
 def test_whatever_happens_the_traces_are_exact(engines):
-    run(engines, examples=20, steps=30, derandomize=True)
+    run(engines, examples=12, steps=30, derandomize=True)
 
 
 @pytest.mark.full

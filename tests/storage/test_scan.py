@@ -131,6 +131,7 @@ print(f"{size:.0f} {wrote:.0f} {peak() - before:.0f} {arrow:.0f}")
 """
 
 
+@pytest.mark.full
 def test_a_step_larger_than_memory_is_written_and_scanned_in_a_few_row_groups(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "MALLOC_ARENA_MAX": "1"}
     out = subprocess.check_output([sys.executable, "-c", BIG, str(tmp_path)], text=True, env=environment)

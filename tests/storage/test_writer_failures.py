@@ -123,6 +123,7 @@ print(won)
 """
 
 
+@pytest.mark.full
 def test_two_processes_that_write_the_same_steps_commit_each_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RACER, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
