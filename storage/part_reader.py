@@ -15,7 +15,7 @@ from storage.archive import archive_schema, from_archive, is_archived, stored_na
 from storage.columns import PER_TOKEN
 from storage.errors import DamagedDataError, DatasetError, MissingDataError
 from storage.filters import columns_with
-from storage.row_groups import check_row_group, check_row_groups
+from storage.row_groups import check_row_group
 from storage.schema import check_same_spec, conform, from_table, spec_of, table_problems, trace_schema
 from storage.store import Store
 from storage.trace import RoutingSpec, Trace
@@ -33,6 +33,8 @@ class PartReader:
 
     def __init__(self, file: Any, url: str, spec: RoutingSpec) -> None:
         self._file, self._url, self._spec = file, url, spec
+        # Page headers are looked at in a local file only: in an object store each would be a request.
+        self._pages = file if isinstance(file, pa.OSFile) else None
         with self._naming_the_file():
             try:
                 self._parquet = pq.ParquetFile(file, page_checksum_verification=True)
@@ -67,7 +69,7 @@ class PartReader:
     def row_group(self, group: int) -> pa.Table:
         """One row group."""
         with self._naming_the_file():
-            check_row_group(self._parquet.metadata, group)
+            check_row_group(self._parquet.metadata, group, file=self._pages)
             table = self._parquet.read_row_group(group, use_threads=False)
             return conform(from_archive(table, self._spec) if self.archived else table)
 
@@ -106,8 +108,10 @@ class PartReader:
     ) -> Iterator[pa.RecordBatch]:
         options = pads.ParquetFragmentScanOptions(page_checksum_verification=True, pre_buffer=False)
         with self._naming_the_file():
-            check_row_groups(self._parquet.metadata, {*columns, *columns_with([], filter)})
             fragment = pads.ParquetFileFormat(default_fragment_scan_options=options).make_fragment(self._file)
+            read = {*columns, *columns_with([], filter)}
+            for part in fragment.split_by_row_group(filter, schema):
+                check_row_group(self._parquet.metadata, part.row_groups[0].id, read, self._pages)
             scanner = fragment.scanner(
                 schema=schema,
                 columns=list(columns),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage import DamagedDataError, TraceDataset, TraceWriter, verify_dataset
+from storage.page_headers import read_pages
 from storage.schema import to_table
 from tests.storage.builders import SPEC, commit, make_traces
 
@@ -26,17 +29,6 @@ READS: dict[str, Callable[[TraceDataset], object]] = {
     "columns": lambda dataset: dataset.to_arrow(columns=["text", "prompt_ids"]),
     "compact": lambda dataset: dataset.archive(before=1),
 }
-
-
-@contextmanager
-def counted() -> Iterator[pa.MemoryPool]:
-    """What Arrow allocates inside, counted from zero."""
-    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
-    try:
-        yield pool
-    finally:
-        pa.set_memory_pool(before)
 
 
 def forge(root: Path, table: pa.Table, **options: object) -> int:
@@ -75,23 +67,41 @@ def test_equal_texts_that_are_stored_once(
 ) -> None:
     monkeypatch.setattr("storage.row_groups.SEVERAL_SAMPLES_BYTES", 16 * MIB)
     assert forge(tmp_path, rows_of_text(rows, size)) < 20_000
-    with counted() as pool:
-        for read in READS.values():
-            with pytest.raises(DamagedDataError, match=r"part-00000\.parquet: row group 0 (has|may take) \d+"):
-                read(TraceDataset(tmp_path))
-        (problem,) = verify_dataset(tmp_path)
+    for read in READS.values():
+        with pytest.raises(DamagedDataError, match=r"part-00000\.parquet: row group 0 (has|may take) \d+"):
+            read(TraceDataset(tmp_path))
+    (problem,) = verify_dataset(tmp_path)
     assert problem.startswith(f"{tmp_path / PART}: row group 0 ")
     assert "restore it, or remove its step" in problem
-    assert pool.max_memory() < 10 * MIB
 
 
 def test_one_sample_of_routes_that_are_stored_once(tmp_path: Path) -> None:
     assert forge(tmp_path, one_row_of_routes(4000, MIB)) < 20_000  # 4 GB
-    with counted() as pool:
-        for read in (list, lambda dataset: dataset.to_arrow(columns=["routed_experts"])):
-            with pytest.raises(DamagedDataError, match=r"may take \d+ bytes for 1 rows, the limit is 2147483648"):
-                read(TraceDataset(tmp_path))
-    assert pool.max_memory() < 10 * MIB
+    for read in (list, lambda dataset: dataset.to_arrow(columns=["routed_experts"])):
+        with pytest.raises(DamagedDataError, match=r"may take \d+ bytes for 1 rows, the limit is 2147483648"):
+            read(TraceDataset(tmp_path))
+
+
+MEASURED = """
+import sys
+import pyarrow as pa
+from storage import DamagedDataError, TraceDataset, verify_dataset
+for read in (list, lambda d: d["run/0/0/0"], lambda d: d.to_arrow(), lambda d: d.to_arrow(columns=["text"])):
+    try:
+        read(TraceDataset(sys.argv[1]))
+        sys.exit("it was read")
+    except DamagedDataError:
+        pass
+assert len(verify_dataset(sys.argv[1])) == 1
+print(pa.default_memory_pool().max_memory())
+"""
+
+
+def test_refusing_it_costs_no_memory(tmp_path: Path) -> None:
+    forge(tmp_path, rows_of_text(400, MIB))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    out = subprocess.check_output([sys.executable, "-c", MEASURED, str(tmp_path)], text=True, env=environment)
+    assert int(out) < 10 * MIB
 
 
 def test_a_few_equal_texts_are_data(tmp_path: Path) -> None:
@@ -109,3 +119,50 @@ def test_the_writer_refuses_what_no_reader_takes(tmp_path: Path, monkeypatch: py
         writer.write([good], step=0)
         writer.commit(0)
     assert list(TraceDataset(tmp_path)) == [good]
+
+
+def test_a_footer_that_lies_about_encodings(tmp_path: Path) -> None:
+    """One byte of it: PLAIN, RLE, RLE_DICTIONARY of `routed_experts`, 0 3 8 in zigzag, becomes PLAIN, RLE, PLAIN."""
+    forge(tmp_path, one_row_of_routes(4000, MIB), use_dictionary=["routed_experts.list.element"])
+    data = bytearray((tmp_path / PART).read_bytes())
+    at = data.index(b"\x19\x35\x00\x06\x10", len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
+    data[at + 4] = 0
+    (tmp_path / PART).write_bytes(data)
+    found = pq.ParquetFile(tmp_path / PART).metadata.row_group(0).column(7)
+    assert (found.path_in_schema, found.encodings) == ("routed_experts.list.element", ("PLAIN", "RLE", "PLAIN"))
+    for read in (list, lambda dataset: dataset.to_arrow(columns=["routed_experts"])):
+        with pytest.raises(DamagedDataError, match=r"may take \d+ bytes for 1 rows, the limit is 2147483648"):
+            read(TraceDataset(tmp_path))
+    assert "may take" in verify_dataset(tmp_path)[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"data_page_size": 64}, {"compression": "none"}])
+def test_page_headers_add_up_to_what_pyarrow_says(tmp_path: Path, options: dict) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(to_table(make_traces(0, 40), SPEC), path, row_group_size=16, write_page_checksum=True, **options)
+    metadata = pq.ParquetFile(path).metadata
+    for chunk in (metadata.row_group(g).column(i) for g in range(3) for i in range(metadata.num_columns)):
+        with pa.OSFile(str(path)) as file:
+            pages = read_pages(file, chunk)
+        assert pages[:2] == (chunk.total_uncompressed_size, chunk.num_values), chunk.path_in_schema
+        assert pages.repeats == chunk.has_dictionary_page
+
+
+NO_HEADERS = {
+    "types without end": b"\x1c" * 64,
+    "a list without end": b"\x19\xf7" + b"\xff" * 9 + b"\x01",
+    "a map": b"\x1b\x00",
+    "a negative size": b"\x15\x00\x15\x01\x15\x02\x00",
+    "no page": b"\x15\x00\x15\x02\x15\x02\x00",
+    "a number for a page": b"\x15\x00\x15\x02\x15\x02\x25\x00\x00",
+    "a flag for a type": b"\x11\x15\x02\x15\x02\x00",
+}
+
+
+@pytest.mark.parametrize("name", NO_HEADERS)
+def test_what_is_no_page_header(tmp_path: Path, name: str) -> None:
+    commit(tmp_path, 0)
+    data, header = (tmp_path / PART).read_bytes(), NO_HEADERS[name]
+    (tmp_path / PART).write_bytes(data[:4] + header + data[4 + len(header) :])
+    with pytest.raises(DamagedDataError, match=r"part-00000\.parquet is damaged \(.*page header"):
+        list(TraceDataset(tmp_path))

@@ -199,7 +199,7 @@ def test_a_damaged_index_counts_as_absent(root: Path, damage: bytes | None, capl
 def test_hashes_that_collide_are_told_apart_by_the_manifests(root: Path) -> None:
     dataset = TraceDataset(root)
     dataset.build_index()
-    with mock.patch("storage.index._hash", return_value=2**64 - 1):
+    with mock.patch("storage.index.sample_hash", return_value=2**64 - 1):
         index = Index.of({f: dataset._sources.catalog.manifest(f) for f in dataset._sources.catalog.folders}, {
             f: dataset._sources.catalog._stamps[f] for f in dataset._sources.catalog.folders
         })  # fmt: skip
