@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from rollout.attention_plan import AttentionBatch, Group, Reach
+from rollout.attention_plan import AttentionBatch, Group, Span
+from rollout.reach import Reach, causal_mask
 
 ATTENTION_NAME = "moe_rollout_slots"
 # Keywords that models pass and that change nothing in causal attention with the mask we build ourselves.
@@ -88,11 +89,14 @@ def slot_attention(
         else:
             found = _scored(q, k, v, rule, attention_batch.mask(group, rule.reach, query.dtype))
         out[group.start : group.end] = found.transpose(1, 2).flatten(0, 1)
-    attend = _attend_by_token if attention_batch.batch_invariant else _attend
     for span in attention_batch.spans:
         rows = slice(span.slot, span.slot + span.kv_len)
+        q = query[:, :, span.start : span.end]
         k, v = keys[rows].transpose(0, 1)[None], values[rows].transpose(0, 1)[None]
-        found = attend(query[:, :, span.start : span.end], k, v, rule, span.position)
+        if attention_batch.batch_invariant:
+            found = _attend_by_token(q, k, v, rule, span.position)
+        else:
+            found = _attend(q, k, v, rule, span, attention_batch)
         out[span.start : span.end] = found[0].transpose(0, 1)
     return out[None], None
 
@@ -175,7 +179,7 @@ def _scored(
             q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=gqa
         )
     if causal:
-        mask = _causal_mask(q.shape[2], k.shape[2], 0, Reach(), q)
+        mask = causal_mask(q.shape[2], k.shape[2], 0, Reach(), q)
     return _eager(q, k, v, rule, mask)
 
 
@@ -194,22 +198,17 @@ def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, mask: 
     return scores.float().softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
-def _causal_mask(queries: int, keys: int, position: int, reach: Reach, like: torch.Tensor) -> torch.Tensor:
-    """Additive `[queries, keys]` for queries at `position`, `position + 1`, ... and keys from position 0."""
-    at = torch.arange(position, position + queries, device=like.device)[:, None]
-    key = torch.arange(keys, device=like.device)
-    return like.new_zeros(queries, keys).masked_fill_((key > at) | (key < reach.first_of(at)), -torch.inf)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, position: int) -> torch.Tensor:
-    """Attention of one request's newest tokens, the first of them at `position`, over its keys from position 0."""
-    length, keys = q.shape[2], k.shape[2]
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, span: Span, batch: AttentionBatch
+) -> torch.Tensor:
+    """Attention of one request's newest tokens over its keys, which start at position 0."""
+    length, last = q.shape[2], span.kv_len - 1
     if length == 1:
-        first = rule.reach.first(position)
+        first = rule.reach.first(last)
         return _scored(q, k[:, :, first:], v[:, :, first:], rule)
-    if position == 0 and rule.reach.first(keys - 1) == 0:
+    if span.position == 0 and rule.reach.first(last) == 0:
         return _scored(q, k, v, rule, causal=True)
-    return _scored(q, k, v, rule, mask=_causal_mask(length, keys, position, rule.reach, q))
+    return _scored(q, k, v, rule, mask=batch.causal_mask(span, rule.reach, q))
 
 
 def _attend_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, position: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from rollout.device import Stream
 from rollout.experts import ROW_MULTIPLE
 from rollout.kv_pool import KVPool
+from rollout.reach import Reach, causal_mask, decode_mask
 
 # Decodes share one kernel call while at most this share of the keys it reads is masked.
 MAX_MASKED = 0.4
@@ -33,29 +34,6 @@ class Span(NamedTuple):
     def position(self) -> int:
         """Position of the first token."""
         return self.kv_len - (self.end - self.start)
-
-
-class Reach(NamedTuple):
-    """How far back a layer looks: all the way, over a sliding window, or to the start of a chunk of positions.
-
-    >>> Reach(window=4).first(10), Reach(chunk=8).first(10), Reach().first(10)
-    (7, 8, 0)
-    """
-
-    window: int | None = None
-    chunk: int | None = None
-
-    def first(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
-        if self.window is not None:
-            return max(0, position - self.window + 1)
-        return position // self.chunk * self.chunk if self.chunk is not None else 0
-
-    def first_of(self, position: torch.Tensor) -> torch.Tensor:
-        """The same for a tensor of positions, wherever it lies."""
-        if self.window is not None:
-            return (position - self.window + 1).clamp_min(0)
-        return position // self.chunk * self.chunk if self.chunk is not None else torch.zeros_like(position)
 
 
 class Group(NamedTuple):
@@ -80,7 +58,7 @@ class Group(NamedTuple):
 
     def mask(self, kv_lens: torch.Tensor, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
         """Additive, `[requests, 1, 1, longest]`: 0 where a request's newest token sees the key, else -inf."""
-        return _decode_mask(kv_lens, self.longest, reach, dtype)
+        return decode_mask(kv_lens, self.longest, reach, dtype)
 
 
 class DecodeTable(NamedTuple):
@@ -104,13 +82,6 @@ class DecodeTable(NamedTuple):
         """int64 `[rows, length]`. Behind a request's keys its last one is repeated: nobody else's is ever read."""
         key = torch.arange(self.length, device=self.first.device)
         return self.first[:, None] + torch.minimum(key, self.kv_lens[:, None] - 1)
-
-
-def _decode_mask(kv_lens: torch.Tensor, keys: int, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
-    last = kv_lens[:, None, None, None] - 1
-    key = torch.arange(keys, device=kv_lens.device)
-    hidden = (key > last) | (key < reach.first_of(last))
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -187,7 +158,7 @@ class AttentionBatch:
         """The table's mask for layers of one reach, `[rows, 1, 1, length]`, built once per forward."""
         assert self.table is not None
         if (0, reach) not in self._masks:
-            self._masks[0, reach] = _decode_mask(self.table.kv_lens, self.table.length, reach, dtype)
+            self._masks[0, reach] = decode_mask(self.table.kv_lens, self.table.length, reach, dtype)
         return self._masks[0, reach]
 
     def mask(self, group: Group, reach: Reach, dtype: torch.dtype) -> torch.Tensor:
@@ -195,6 +166,13 @@ class AttentionBatch:
         key = group.start, reach
         if key not in self._masks and self.kv_lens is not None:
             self._masks[key] = group.mask(self.kv_lens[group.start : group.end], reach, dtype)
+        return self._masks[key]
+
+    def causal_mask(self, span: Span, reach: Reach, like: torch.Tensor) -> torch.Tensor:
+        """`[tokens, keys]` of one request for layers of one reach, built once per step."""
+        key = span.start, reach
+        if key not in self._masks:
+            self._masks[key] = causal_mask(span.end - span.start, span.kv_len, span.position, reach, like)
         return self._masks[key]
 
     def to_device(self, stream: Stream) -> AttentionBatch:
