@@ -21,7 +21,7 @@ from rollout.auto_threads import candidates
 from rollout.bench_models import SHAPES, save_model
 from rollout.bench_variants import Measured, Run, Variant, variants_of
 from rollout.floor import CaseFloor, case_floor
-from rollout.loader import no_progress_bar
+from rollout.loader import load_config, no_progress_bar
 from rollout.memory import peak_resident_bytes, resident_bytes
 
 WARM_UP_TOKENS = 8
@@ -91,14 +91,29 @@ def run_bench(options: BenchOptions) -> dict[str, Case]:
     with tempfile.TemporaryDirectory() as scratch:
         for label, model in labels(options.models).items():
             path = save_model(model, Path(scratch)) if model in SHAPES else model
+            vocab_size = vocab_size_of(path)
             for batch in options.batches:
-                key = f"{label} B{batch}"
-                prompts = [[(i * 37 + j * 11) % 4000 + 2 for j in range(options.prompt_len)] for i in range(batch)]
+                key, prompts = f"{label} B{batch}", prompts_of(batch, options.prompt_len, vocab_size)
                 traces = Path(scratch, f"traces-{len(results)}")
                 case = _measure(variants_of(path, prompts, options, traces), options, key)
                 floor = _floor(path, batch, options, case.threads["recording"]) if options.floor else None
                 results[key] = case._replace(floor=floor)
     return results
+
+
+def vocab_size_of(path: str) -> int:
+    """Of the checkpoint's text model."""
+    return int(load_config(path, False).get_text_config().vocab_size)
+
+
+def prompts_of(batch: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of different tokens of the vocabulary, from 2 on; more than 4,000 of them are not needed.
+
+    >>> prompts_of(2, 4, 38)
+    [[2, 13, 24, 35], [3, 14, 25, 36]]
+    """
+    choice = min(4000, vocab_size - 2)
+    return [[(i * 37 + j * 11) % choice + 2 for j in range(length)] for i in range(batch)]
 
 
 def _floor(path: str, batch: int, options: BenchOptions, threads: int) -> CaseFloor:

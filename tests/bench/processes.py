@@ -12,10 +12,10 @@ from statistics import median
 from typing import Any
 
 from rollout import RolloutClient, SamplingParams
+from rollout.bench import prompts_of
 from rollout.bench_variants import check_traces
 from rollout.tiny_moe import MODEL_PATH
 from tests.bench.models import save_model
-from tests.bench.steps import prompts_of
 
 Row = dict[str, Any]
 PROMPT_LEN = 64
@@ -94,7 +94,8 @@ def _over_ray(path: str, num_actors: int, threads: int, batch: int) -> RolloutCl
 
 def _rate(client: RolloutClient, options: argparse.Namespace, seed: int) -> float:
     params = SamplingParams(temperature=1.0, max_tokens=options.new_tokens, ignore_eos=True, seed=seed)
-    prompts, begun = prompts_of(options.batch, PROMPT_LEN), time.perf_counter()
+    prompts = prompts_of(options.batch, PROMPT_LEN, client.info.vocab_size)
+    begun = time.perf_counter()
     traces = client.sample(prompts, sampling_params=params)
     seconds = time.perf_counter() - begun
     check_traces("an actor", traces, options.batch, options.new_tokens, recording=True)

@@ -14,6 +14,7 @@ from torch import set_num_threads
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutClient, SamplingParams
+from rollout.bench import prompts_of
 from rollout.bench_variants import check_traces, step_times
 from rollout.floor import Floor, attention_of, measure_floor, prefill_flops, weight_bytes_of_a_step
 from rollout.loader import no_progress_bar
@@ -33,11 +34,6 @@ class Sampled(NamedTuple):
     grown: dict[str, float]
 
 
-def prompts_of(batch: int, length: int) -> list[list[int]]:
-    """Different prompts."""
-    return [[(i * 37 + j * 11) % 4000 + 2 for j in range(length)] for i in range(batch)]
-
-
 @contextmanager
 def opened(path: str, threads: int, batch: int, **options: Any) -> Iterator[RolloutClient]:
     """A client that records."""
@@ -49,7 +45,8 @@ def opened(path: str, threads: int, batch: int, **options: Any) -> Iterator[Roll
 def sampled(client: RolloutClient, batch: int, length: int, new_tokens: int, seed: int) -> Sampled:
     """Sample once, and check that everything was made and recorded."""
     params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, seed=seed)
-    prompts, before, begun = prompts_of(batch, length), client.stats(), time.perf_counter()
+    prompts, before = prompts_of(batch, length, client.info.vocab_size), client.stats()
+    begun = time.perf_counter()
     traces = client.sample(prompts, sampling_params=params)
     seconds = time.perf_counter() - begun
     check_traces("the engine", traces, batch, new_tokens, recording=True)

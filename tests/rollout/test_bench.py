@@ -78,6 +78,7 @@ def fake(family, rates, log, most_threads=None):
 def fakes(monkeypatch):
     """`fakes(log)`: variants of two families; without the real ones' memory, which takes long to measure."""
     monkeypatch.setattr(bench_module, "resident_bytes", lambda: None)
+    monkeypatch.setattr(bench_module, "vocab_size_of", lambda path: 38)
     return make_fakes
 
 
@@ -109,6 +110,7 @@ def test_models_of_one_name_keep_their_own_results_and_datasets(fakes, monkeypat
     monkeypatch.setattr(bench_module, "variants_of", lambda *given: seen.append(given) or fakes([]))
     results = run_bench(BenchOptions(models=["a/ckpt", "b/ckpt", "c"], batches=[2, 3], repeats=1, threads=[1]))
     assert list(results) == [f"{name} B{batch}" for name in ("a/ckpt", "b/ckpt", "c") for batch in (2, 3)]
+    assert {token for _, prompts, *_ in seen for prompt in prompts for token in prompt} <= set(range(2, 38))
     assert [path for path, *_ in seen] == ["a/ckpt", "a/ckpt", "b/ckpt", "b/ckpt", "c", "c"]
     assert len({traces for *_, traces in seen}) == 6
 
