@@ -101,7 +101,10 @@ def test_the_actor_with_less_to_do_gets_the_next_chunk(pool: ActorPool) -> None:
     limits = Limits(chunk_samples=2, outstanding_chunks=1)
     stream = dispatch_of(pool, requests, limits).run()
     pid_of = {trace.sample_id: trace.metadata["pid"] for finished in stream for trace in finished.traces()}
-    assert sorted(Counter(pid_of.values()).values()) == [2, 40]
+    counts = Counter(pid_of.values())
+    assert counts.total() == 42
+    assert pid_of["run/0/slow/0"] == min(counts, key=counts.__getitem__)
+    assert 2 * min(counts.values()) < counts.total()
     assert pid_of["run/0/slow/0"] == pid_of["run/0/slow/1"] != pid_of["run/0/0/0"]
 
 
