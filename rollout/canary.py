@@ -7,6 +7,7 @@ health, and computes neither the old model nor the new one. So the first update 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -33,6 +34,17 @@ def one_choice(vocab_size: int) -> SampleRequest:
     prompt = np.random.default_rng(PROMPTS).integers(0, vocab_size, PROMPT_TOKENS)
     params = SamplingParams(temperature=1.0, top_k=1, max_tokens=1, ignore_eos=True, seed=0)
     return SampleRequest("canary/0/sure/0", 0, tuple(map(int, prompt)), params)
+
+
+async def scaled_by_temperature(generate: Generate, model: EngineModel) -> bool:
+    """Whether logprobs are those behind the temperature: so cold that one token is left to draw, its logprob is 0.
+
+    Of several prompts one is enough: in bfloat16 two tokens may be equally likely.
+    """
+    params = SamplingParams(temperature=1e-4, max_tokens=1, ignore_eos=True, seed=0)
+    cold = [replace(request, sampling_params=params) for request in greedy_requests(model.vocab_size)]
+    replies = [await generate(request, new_request_id()) for request in cold]
+    return max(reply.logprobs[0] for reply in replies) > -1e-2
 
 
 def greedy_requests(vocab_size: int) -> list[SampleRequest]:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from rollout.backend import SampleRequest
-from rollout.canary import OUTPUT_TOKENS, PROMPT_TOKENS, greedy_requests, sing
+from rollout.canary import OUTPUT_TOKENS, PROMPT_TOKENS, greedy_requests, scaled_by_temperature, sing
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineError, EngineReply
 from rollout.engine_versions import CONDEMNED, check_version, version_number
@@ -36,12 +36,11 @@ class SglangHttp:
         """Check version and flags, then with one small request that routes of this model come back."""
         facts = await self._http.call("GET", "/server_info", accept=(404,))
         number = facts.get("version") if isinstance(facts, dict) else None
+        seeded = isinstance(facts, dict) and facts.get("enable_deterministic_inference") is True
         if number is None:
             logger.warning("%s does not tell its version; SGLang 0.5.23 is what this adapter knows", self._http.url)
         else:
             check_version("SGLang", str(number), MIN_VERSION)
-            seeded = facts.get("enable_deterministic_inference") is True
-            self.capabilities = sglang_capabilities(f"SGLang {number}", seeded=seeded)
         if isinstance(facts, dict):
             self.max_sequence_tokens = int(facts.get("context_length") or self.max_sequence_tokens)
         facts = await self._model_info()
@@ -49,6 +48,8 @@ class SglangHttp:
         self.own_weights = facts.get("model_path") or self.model.path
         self.model.check_served(self.own_weights)
         await self._probe()
+        scaled = await scaled_by_temperature(self.generate, self.model)
+        self.capabilities = sglang_capabilities(f"SGLang {number or ''}".strip(), seeded=seeded, scaled=scaled)
         return version
 
     async def weight_version(self) -> int:

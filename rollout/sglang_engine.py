@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.backend import SampleRequest
-from rollout.canary import greedy_requests, sing
+from rollout.canary import greedy_requests, scaled_by_temperature, sing
 from rollout.engine_model import EngineModel, describe_model
 from rollout.engine_reply import EngineDeadError, EngineError, EngineReply
 from rollout.engine_versions import check_version
@@ -42,7 +42,7 @@ class SglangEngine:
         self.capabilities = sglang_capabilities("SGLang")
         self._engine: Any = None
         self._building: asyncio.Future[Any] | None = None  # a start cannot be interrupted, `close` waits for it
-        self._version = 0
+        self._version, self._release = 0, ""
 
     @property
     def own_weights(self) -> str:
@@ -57,14 +57,16 @@ class SglangEngine:
         self._version = 0
         self.max_sequence_tokens = int(self._engine.tokenizer_manager.context_len)
         await sing(self.generate, self.model, greedy_requests(self.model.vocab_size))
+        seeded = self._options.get("enable_deterministic_inference") is True
+        scaled = await scaled_by_temperature(self.generate, self.model)
+        self.capabilities = sglang_capabilities(f"SGLang {self._release}", seeded=seeded, scaled=scaled)
         return self._version
 
     def _build(self) -> Any:
         import sglang
 
-        check_version("SGLang", sglang.__version__, MIN_VERSION)
-        seeded = self._options.get("enable_deterministic_inference") is True
-        self.capabilities = sglang_capabilities(f"SGLang {sglang.__version__}", seeded=seeded)
+        self._release = str(sglang.__version__)
+        check_version("SGLang", self._release, MIN_VERSION)
         ours = {
             "model_path": self.model.path,
             "enable_return_routed_experts": True,

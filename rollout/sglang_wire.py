@@ -29,15 +29,17 @@ OFF = {
     "frequency_penalty": 0.0,
 }
 UNFILTERED = "its logprobs are those before this filter, not of the distribution sampled from"
+UNSCALED = "its logprobs are those before the temperature; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
 UNSEEDED = "it ignores seeds unless it is started with --enable-deterministic-inference; leave the seed out"
 UNMEASURED = "its meaning there differs or was never compared with this engine's"
 
 
-def sglang_capabilities(engine: str, *, seeded: bool = False) -> Capabilities:
+def sglang_capabilities(engine: str, *, seeded: bool = False, scaled: bool = False) -> Capabilities:
     """What SGLang keeps of the contract; `engine` is its name and version.
 
     Args:
         seeded: it runs with deterministic inference. Otherwise its sampler draws without the seeds of requests.
+        scaled: its logprobs are those behind the temperature, as asked when a client connects.
     """
     unmeasured = (
         "repetition_penalty",
@@ -59,7 +61,8 @@ def sglang_capabilities(engine: str, *, seeded: bool = False) -> Capabilities:
         slot_order="unmeasured",
         refused=dict.fromkeys(("top_p", "top_k", "min_p"), UNFILTERED)
         | dict.fromkeys(unmeasured, UNMEASURED)
-        | ({} if seeded else {"seed": UNSEEDED}),
+        | ({} if seeded else {"seed": UNSEEDED})
+        | ({} if scaled else {"temperature": UNSCALED}),
     )
 
 

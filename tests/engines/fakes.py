@@ -54,7 +54,7 @@ class FakeServer:
         release_text: its version, when it is another than the one whose replies were recorded.
         absent: paths that do not exist, as without a flag.
         admin_key: the only one that SGLang's admin routes take; None when `key` does.
-        raw_logprobs: vLLM's default, logprobs before filters and temperature.
+        raw_logprobs: vLLM's default, and an option of SGLang: logprobs before filters and temperature.
         extended: vLLM's workers have our methods.
         seen: (path, body, headers) of all requests.
         peak: the most requests that generated at once.
@@ -173,6 +173,12 @@ class FakeServer:
                 event.set()
 
 
+def cool(drawn: Drawn, temperature: float) -> None:
+    """So cold that one token is left to draw: its logprob is 0 behind the temperature."""
+    if 0 < temperature < 1e-3:
+        drawn.logprobs[:] = 0
+
+
 async def half(answer: web.Response, request: web.Request) -> web.StreamResponse:
     """The first half of an answer, and the connection with it."""
     text = answer.text.encode()
@@ -221,6 +227,8 @@ class FakeSglang(FakeServer):
         prompt, rid = body["input_ids"], body["rid"]
         drawn, finish = await self.draw(prompt, sampling["max_new_tokens"], sampling["sampling_seed"], rid)
         drawn.routes = drawn.routes[body["routed_experts_start_len"] :]
+        if not self.raw_logprobs:
+            cool(drawn, sampling["temperature"])
         return self.spoil(prompt, sglang_body(drawn, finish, rid, self.version))
 
     def set_version(self, body: Any, _: Any) -> Any:

@@ -19,7 +19,7 @@ from rollout import RolloutClient, SamplingParams
 from rollout.engine_reply import EngineDeadError
 from rollout.rng import stream_key
 from storage import TraceDataset
-from tests.engines.fakes import Drawn, sglang_body
+from tests.engines.fakes import Drawn, cool, sglang_body
 
 PARAMS = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
 SHAPE = (2, 2, 8, 96)
@@ -88,6 +88,7 @@ class Engine:
         if rid in self.aborted:
             count, finish = 3, "abort"
         drawn = Drawn(input_ids, count, sampling_params["sampling_seed"], self.weights, SHAPE)
+        cool(drawn, sampling_params["temperature"])
         return sglang_body(drawn, finish, rid, self.version)
 
     def shutdown(self) -> None:

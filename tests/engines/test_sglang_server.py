@@ -72,6 +72,16 @@ def test_seeds_are_refused_by_a_server_that_would_ignore_them_or_does_not_say(co
     assert len({trace.seed for trace in client.sample([[5, 7]], sampling_params=unseeded)} - {None}) == 1
 
 
+def test_temperatures_are_refused_by_a_server_whose_logprobs_ignore_them(connect, server):
+    warm = PARAMS.model_copy(update={"temperature": 0.7})
+    assert connect().sample([[5, 7]], sampling_params=warm)[0].error is None
+    server.raw_logprobs = True
+    client = connect()
+    with pytest.raises(ValueError, match=r"cannot do temperature=0\.7: its logprobs are those before the temperature"):
+        client.sample([[5, 7]], sampling_params=warm)
+    assert client.sample([[5, 7]], sampling_params=PARAMS)[0].error is None
+
+
 def test_admin_routes_get_the_admin_key_and_no_others_do(connect, server, model):
     server.key, server.admin_key = "k", "a"
     server.refuse_flush = True  # so that pause, flush and continue are asked as well
