@@ -30,7 +30,7 @@ class EngineOptions(StrictModel):
         batch_invariant: results do not depend, in any bit, on batch, chunks or neighbours. Slower.
         prefix_cache: keep keys and values of ended requests while there is room; prompts that begin alike, such as the
             samples of one prompt, are computed once. The traces do not differ.
-        trust_remote_code: let a checkpoint run Python code that it ships; said in the log.
+        trust_remote_code: let a checkpoint run Python code that it ships; said in the log. Not with `dp_size`.
         num_threads: compute threads of torch inside the engine; "auto" measures a few steps at start, takes the fastest
             number and logs it. For an engine that has the machine to itself.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
@@ -38,10 +38,11 @@ class EngineOptions(StrictModel):
         pack_experts: keep a second copy of the expert weights in the order that products on a CPU read fastest, if it
             takes at most half of the memory that is left; a group of ranks never does.
         dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
-            experts. Must divide their number. The other sizes here count per rank.
+            experts. Must divide their number. The other sizes here count per rank. On CPUs only.
         moe_dispatch: what travels between ranks. "alltoall": each token's row to the ranks of its experts. "allgather":
             all rows to all ranks; there requests do not yield, and recorded routes cannot be forced or continued.
-        collective_timeout_s: seconds until a rank that waits for another one gives up, and the group is started anew.
+        collective_timeout_s: seconds until a rank that waits for another one gives up, or one that does not answer is
+            given up, and the group is started anew.
     """
 
     device: str = "cpu"

@@ -3,8 +3,9 @@
 `alltoall`: routers see local tokens. A token's row travels to each rank that holds one of its experts, and the output
 travels back. `allgather`: blocks see the tokens of all ranks, gathered before them; each rank computes the pairs of its
 own experts, and every rank gets the partial outputs of its own rows. All that travels does so inside the experts
-function or before the block: shared experts, which sit beside the routed ones, are computed by the rows' owner and
-counted once. Partial outputs are added in the order of ranks.
+function or before the block. Shared experts, which sit beside the routed ones, every rank has whole: in `alltoall` it
+computes them for its own rows, in `allgather` for the rows of all, of which all but its own are cut off behind the
+block. Either way they count once. Partial outputs are added in the order of ranks.
 """
 
 from __future__ import annotations

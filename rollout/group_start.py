@@ -31,6 +31,11 @@ def check_member(path: str, options: EngineOptions, member: Membership) -> None:
         )
     if options.batch_invariant and member.graph_batches:
         raise ValueError("batch_invariant=True pads every rank by itself; leave graph_batches out")
+    if any(not 0 < rows <= options.max_batch_tokens for rows in member.graph_batches):
+        raise ValueError(
+            f"graph_batches are {member.graph_batches}, need sizes from 1 to max_batch_tokens="
+            f"{options.max_batch_tokens}: routes of larger steps have no room in the capture buffer"
+        )
 
 
 def join(path: str, options: EngineOptions, member: Membership) -> Lockstep:
@@ -50,8 +55,8 @@ def join(path: str, options: EngineOptions, member: Membership) -> Lockstep:
 
 
 def facts(path: str, options: EngineOptions, member: Membership) -> dict[str, str]:
-    """What must be the same on all ranks: config and files of the checkpoint, which decide the routing spec too, and
-    every option."""
+    """What must be the same on all ranks: configs of the checkpoint, which decide the routing spec too, samples of its
+    weights, and every option."""
     own = {"checkpoint": _checkpoint(path), "layout": member.layout, "graph_batches": repr(member.graph_batches)}
     return own | {name: repr(value) for name, value in options.model_dump().items()}
 
@@ -63,9 +68,10 @@ def refuse_states(model: Any) -> None:
 
 
 def _checkpoint(path: str) -> str:
-    """Files by name and hash: `config.json 4af1..., model.safetensors 77c0...`; weights by size and samples of them."""
+    """Files by name and hash: `config.json 4af1..., model.safetensors 77c0...`; the generation config too, whose end
+    tokens stop a rank's requests; weights by size and samples of them."""
     directory = checkpoint_directory(path)
-    texts = [directory / "config.json", *directory.glob("*.index.json")]
+    texts = [directory / "config.json", directory / "generation_config.json", *directory.glob("*.index.json")]
     hashes = {file.name: hashlib.sha256(file.read_bytes()) for file in texts if file.is_file()}
     hashes |= {file.name: _sampled(file) for file in directory.glob("*.safetensors")}
     return ", ".join(f"{name} {hashed.hexdigest()[:12]}" for name, hashed in sorted(hashes.items()))

@@ -200,12 +200,15 @@ class LocalBackend(UpdatesByHalves):
             self._put(lambda: lockstep.wake(epoch))
 
     def rank_stats(self) -> dict[str, Any]:
-        """Of a rank: counts, seconds in collectives of the forward, bytes of its experts and rows of its capture."""
-        built = self._built
+        """Of a rank: counts, seconds in collectives of the forward and in agreements between steps, steps padded as
+        under a graph, bytes of its experts and rows of its capture."""
+        built, lockstep = self._built, self._built.lockstep
         experts = [p.nbytes for name, p in built.runner.model.named_parameters() if ".experts." in name]
         return {
             **{name: value for name, value in vars(built.engine.stats).items() if isinstance(value, int)},
-            "collective_seconds": built.runner.ranks.seconds if built.runner.ranks is not None else 0.0,
+            "collective_seconds": lockstep.ranks.seconds if lockstep is not None else 0.0,
+            "agreement_seconds": lockstep.seconds if lockstep is not None else 0.0,
+            "graph_steps": lockstep.ranks.graph_steps if lockstep is not None else 0,
             "expert_bytes": sum(experts),
             "capture_rows": built.runner.capturer.max_rows if built.runner.capturer is not None else 0,
         }

@@ -92,6 +92,11 @@ class Lockstep:
         return cls(RankGroup(*place, model), RankGroup(*place, control), member.graph_batches)
 
     @property
+    def seconds(self) -> float:
+        """What the agreements took, waiting for the other ranks included."""
+        return self._control.seconds
+
+    @property
     def idle(self) -> bool:
         """All ranks agreed that nobody has work, and nothing came since."""
         return self._idle_since == self._epoch and not self._pending

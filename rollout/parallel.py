@@ -120,7 +120,7 @@ class RankGroup:
     """The ranks of one group as a model's forward sees them.
 
     `shape` and `step` are set before each forward, on the thread that runs it. Collectives on tensors run over `group`,
-    in the order of the forward; `seconds` adds up what they took.
+    in the order of the forward; `seconds` adds up what they took, `graph_steps` counts steps padded as under a graph.
 
     Raises:
         CollectiveError: from any collective, naming rank, step and what it waited for.
@@ -132,12 +132,14 @@ class RankGroup:
         self.layout = layout
         self.step = -1
         self.seconds = 0.0
+        self.graph_steps = 0
         self.shape = StepShape((1,) * size)
         self._group = group
 
     def begin(self, step: int, shape: StepShape) -> None:
         """The next forward is of this shape."""
         self.step, self.shape = step, shape
+        self.graph_steps += shape.graph_batch is not None
 
     def all_gather_rows(self, rows: torch.Tensor, what: str) -> torch.Tensor:
         """The rows `[rows, ...]` of every rank, one behind the other; parts are padded to the largest on the way."""

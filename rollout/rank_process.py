@@ -118,7 +118,7 @@ class RankServer:
         self._backend.wake(directory, version, force=force, check_finite=check_finite, saved=saved)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of the engine, seconds in collectives of the forward, bytes of the experts and the capture buffer."""
+        """See LocalBackend.rank_stats."""
         return self._backend.rank_stats()
 
     def figures(self) -> Figures:

@@ -4,7 +4,8 @@
 
 All variants sample the same prompts, in turn, so that a machine whose speed drifts slows all of them; the first round
 is a warm-up. Ratios are medians of the ratios within a round. The share of communication is the time that a rank's
-forwards spend in collectives, waiting for the other rank included, of the time that sampling took.
+forwards spend in collectives and its host in agreements between steps, waiting for the other rank included, of the time
+that sampling took; agreements overlap with the running step.
 """
 
 from __future__ import annotations
@@ -71,13 +72,17 @@ def open_clients(model: str, requests: int, stack: contextlib.ExitStack) -> dict
     }
 
 
+def prompts(requests: int) -> list[list[int]]:
+    """As many, each another one, of ids below 4002."""
+    return [[(i * 37 + j * 11) % 4000 + 2 for j in range(PROMPT_LEN)] for i in range(requests)]
+
+
 def run(client: RolloutClient, requests: int, new_tokens: int) -> Run:
     """Sample one batch, prefill included."""
-    prompts = [[(i * 37 + j * 11) % 4000 + 2 for j in range(PROMPT_LEN)] for i in range(requests)]
     params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, seed=0)
     before = communication(client)
     started = time.perf_counter()
-    client.sample(prompts, sampling_params=params)
+    client.sample(prompts(requests), sampling_params=params)
     seconds = time.perf_counter() - started
     share = None if before is None else (communication(client) - before) / seconds
     return Run(requests * new_tokens / seconds, share)
@@ -89,8 +94,8 @@ def rank_stats(client: RolloutClient) -> list[dict[str, Any]]:
 
 
 def communication(client: RolloutClient) -> Any:
-    """Seconds in collectives, the mean of the ranks."""
-    seconds = [rank["collective_seconds"] for rank in rank_stats(client)]
+    """Seconds in collectives and agreements, the mean of the ranks."""
+    seconds = [rank["collective_seconds"] + rank["agreement_seconds"] for rank in rank_stats(client)]
     return statistics.mean(seconds) if seconds else None
 
 
@@ -116,7 +121,7 @@ def explanation(rounds: list[dict[str, Run]], memory: dict[str, list[dict[str, A
     """Where the ratio comes from, with the figures of this run."""
     lines = [
         f"{name}: {statistics.median(ratio(rounds, name)):.2f} of one process; its ranks spend "
-        f"{share(rounds, name):.0%} of the time in collectives, waiting for the other rank included."
+        f"{share(rounds, name):.0%} of the time in collectives and agreements, waiting for the other rank included."
         for name in memory
     ]
     lines.append(

@@ -122,6 +122,7 @@ def test_an_update_is_not_carried_out_before_the_other_ranks_are_ready(client: R
     consumer.join(30)
 
 
+@pytest.mark.full
 def test_ranks_change_their_weights_behind_the_same_step_whenever_they_hear_of_it(path: Path, state: Any) -> None:
     barrier, table = threading.Barrier(2), [None, None]
     changed: list[tuple[int, int]] = []

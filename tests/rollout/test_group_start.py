@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rollout import RolloutClient
 from rollout.calibrate import plans_of
 from rollout.config import EngineOptions
-from rollout.group_start import facts
+from rollout.group_start import check_member, facts
 from rollout.lockstep import Membership
 from rollout.parallel import CollectiveError
 from rollout.tiny_moe import MODEL_PATH
@@ -39,6 +39,22 @@ def copy(tmp_path: Path) -> Path:
 
 def test_a_copy_elsewhere_is_the_same(copy: Path) -> None:
     assert differing(copy) == set()
+
+
+def test_other_end_tokens_are_another_checkpoint(copy: Path) -> None:
+    config = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
+    assert differing(copy) == {"checkpoint"}
+
+
+@pytest.mark.parametrize("graphs", [(4, 65), (0, 4)])
+def test_graph_batches_that_the_capture_buffer_does_not_hold_are_refused(graphs: tuple[int, ...]) -> None:
+    member = Membership(0, 2, "allgather", "file:///x", graph_batches=graphs)
+    with pytest.raises(ValueError, match=r"graph_batches are .*, need sizes from 1 to max_batch_tokens=64"):
+        check_member(MODEL_PATH, EngineOptions(max_batch_tokens=64), member)
+    check_member(
+        MODEL_PATH, EngineOptions(max_batch_tokens=65), Membership(0, 2, "allgather", "file:///x", 60.0, (65,))
+    )
 
 
 def test_another_routing_spec_is_another_checkpoint(copy: Path) -> None:

@@ -1,11 +1,14 @@
 """Slices of a data-parallel batch: Python ints, disjoint, complete, and those of a cumulative sum."""
 
+import re
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.parallel import ExpertRange, StepShape, get_dp_local_slice_cpu
+from rollout.parallel import ExpertRange, RankGroup, StepShape, get_dp_local_slice_cpu
 
 COUNTS = st.lists(st.integers(0, 50), min_size=1, max_size=8)
 
@@ -67,6 +70,22 @@ def test_bounds_are_python_ints():
 def test_a_slice_that_cannot_be_is_an_error_that_says_why(arguments, message):
     with pytest.raises(ValueError, match=message):
         get_dp_local_slice_cpu(*arguments)
+
+
+@pytest.mark.parametrize(("rows", "forwards"), [(4, [4]), (3, [4]), (3, [1, 2])])
+def test_a_step_with_other_rows_than_agreed_is_an_error(rows, forwards):
+    group = RankGroup(0, 2, "allgather")
+    group.begin(9, StepShape((3, 5)))
+    assert group.captured(3, [3]) == (0, [8])
+    with pytest.raises(ValueError, match=rf"{re.escape(str(forwards))}.*\(3, 5\)"):
+        group.captured(rows, forwards)
+
+
+def test_rows_that_are_not_as_many_as_agreed_are_not_gathered():
+    group = RankGroup(0, 2, "allgather")
+    group.begin(9, StepShape((3, 5)))
+    with pytest.raises(ValueError, match=r"rank 0 has 4 rows in step 9, but agreed on \(3, 5\)"):
+        group.all_gather_rows(torch.zeros(4, 2), "the inputs of layer 0")
 
 
 def test_experts_are_divided_evenly_or_the_sizes_that_would_do_are_named():
