@@ -140,9 +140,8 @@ class TraceDataset:
     ) -> Iterator[pa.RecordBatch]:
         """Record batches of the rows that pass `filter`, a pyarrow expression over `storage.schema.COLUMNS`.
 
-        The filter sees annotated rewards and metadata. Steps, weight versions, finish reasons, groups, sample_ids and
-        rewards, unless one is None, have statistics: row groups without a match are not read. At most about one row
-        group is in memory.
+        The filter sees annotated rewards and metadata. Steps, weight versions, rewards, finish reasons, groups and
+        sample_ids have statistics: row groups that hold no match are not read. About one row group is in memory.
         """
         if unknown := set(columns or ()) - set(COLUMNS):
             raise ValueError(f"no such columns: {sorted(unknown)}; a trace has {list(COLUMNS)}")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from storage.archive import archive_schema, from_archive, is_archived, stored_names
 from storage.columns import PER_TOKEN
 from storage.errors import DamagedDataError, DatasetError, MissingDataError
-from storage.filters import columns_with
+from storage.filters import columns_with, may_match
 from storage.row_groups import check_row_group
 from storage.schema import check_same_spec, conform, from_table, spec_of, table_problems, trace_schema
 from storage.store import Store
@@ -109,10 +109,10 @@ class PartReader:
         options = pads.ParquetFragmentScanOptions(page_checksum_verification=True, pre_buffer=False)
         with self._naming_the_file():
             fragment = pads.ParquetFileFormat(default_fragment_scan_options=options).make_fragment(self._file)
-            read = {*columns, *columns_with([], filter)}
-            for part in fragment.split_by_row_group(filter, schema):
-                check_row_group(self._parquet.metadata, part.row_groups[0].id, read, self._pages)
-            scanner = fragment.scanner(
+            groups = self._groups_with_matches(fragment, schema, filter)
+            for group in groups:
+                check_row_group(self._parquet.metadata, group, {*columns, *columns_with([], filter)}, self._pages)
+            scanner = fragment.subset(row_group_ids=groups).scanner(
                 schema=schema,
                 columns=list(columns),
                 filter=filter,
@@ -125,6 +125,26 @@ class PartReader:
         expected = pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
         while (batch := self._next(batches, expected)) is not None:
             yield batch
+
+    def _groups_with_matches(self, fragment: Any, schema: pa.Schema, filter: pc.Expression | None) -> list[int]:
+        """Row groups that may hold a match. pyarrow makes nothing of statistics of a column that holds nulls: a group
+        has no match where neither its nulls nor what lies between its least and greatest value can pass."""
+        groups = [part.row_groups[0].id for part in fragment.split_by_row_group(filter, schema)]
+        for name in columns_with([], filter):
+            ranges = self._ranges(name, groups)
+            if filter is not None and any(ranges):
+                found = may_match(filter, name, ranges, schema)
+                groups = [group for group, may in zip(groups, found, strict=True) if may]
+        return groups
+
+    def _ranges(self, name: str, groups: Sequence[int]) -> list[tuple[Any, Any] | None]:
+        """The least and greatest value of a column in each of the row groups, where there are nulls beside them."""
+        metadata = self._parquet.metadata
+        paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+        if name not in paths:
+            return [None] * len(groups)
+        found = [metadata.row_group(group).column(paths.index(name)).statistics for group in groups]
+        return [(s.min, s.max) if s is not None and s.has_min_max and s.null_count else None for s in found]
 
     def problems(self) -> Iterator[str]:
         """What `storage.schema.table_problems` finds in each row group."""

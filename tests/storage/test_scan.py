@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pytest
 
 from storage import DamagedDataError, TraceDataset, TraceWriter
+from storage.filters import may_match
 from storage.index import Index
 from tests.storage.builders import SPEC, make_trace
 
@@ -48,6 +49,9 @@ FILTERS = {
     "group_id in ('1/3', '3/0')": pc.field("group_id").isin(["1/3", "3/0"]),
     "reward is null": pc.field("reward").is_null(),
     "step > 99": pc.field("step") > 99,
+    "reward is null or reward > 8": pc.field("reward").is_null() | (pc.field("reward") > 8),
+    "not (reward > 3) and step < 3": ~(pc.field("reward") > 3) & (pc.field("step") < 3),
+    "reward = 77 or step = 1": (pc.field("reward") == 77) | (pc.field("step") == 1),
 }
 
 
@@ -66,32 +70,51 @@ def test_filters_agree_with_duckdb(root: Path, sql: str, annotated: bool) -> Non
     assert sorted(ids) == sorted(row[0] for row in expected)
 
 
-# Of each column with statistics, a value that no row has, and one that a row of step 3 has.
+# Of each column with statistics, a step, a value that no row has, and one that a row of the step has.
 PUSHED = {
-    "step": (77, 3),
-    "weight_version": (77, 1),
-    "reward": (77.0, 3.0),
-    "finish_reason": ("abort", "stop"),
-    "group_id": ("9/0", "3/7"),
-    "sample_id": ("zz", "run/3/7/0"),
+    "step": (3, 77, 3),
+    "weight_version": (3, 77, 1),
+    "reward": (3, 77.0, 3.0),
+    "reward, where some have none": (2, 77.0, 3.0),
+    "finish_reason": (3, "abort", "stop"),
+    "group_id": (3, "9/0", "3/7"),
+    "sample_id": (3, "zz", "run/3/7/0"),
 }
 
 
-@pytest.mark.parametrize("column", PUSHED)
-def test_row_groups_that_statistics_exclude_are_not_read(root: Path, column: str) -> None:
-    part = root / "step-000000003/part-00000.parquet"
+@pytest.mark.parametrize("case", PUSHED)
+def test_row_groups_that_statistics_exclude_are_not_read(root: Path, case: str) -> None:
+    step, absent, present = PUSHED[case]
+    part = root / f"step-{step:09d}/part-00000.parquet"
     good = part.read_bytes()
     footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
     part.write_bytes(b"PAR1" + bytes(footer - 4) + good[footer:])  # every page is damaged
-    absent, present = PUSHED[column]
+    column = pc.field(case.partition(",")[0])
     try:
         dataset = TraceDataset(root)
-        assert list(dataset.scan(filter=pc.field(column) == absent)) == []
-        assert list(dataset.scan(filter=pc.field(column).isin([absent]))) == []
-        with pytest.raises(DamagedDataError, match=r"step-000000003/part-00000\.parquet is damaged"):
-            list(dataset.scan(step=3, filter=pc.field(column) == present))
+        for excluded in (column == absent, column.isin([absent]), (column == absent) & (pc.field("seed") >= 0)):
+            assert list(dataset.scan(filter=excluded)) == []
+        for read in (column == present, (column == absent) | (pc.field("seed") >= 0)):
+            with pytest.raises(DamagedDataError, match=rf"step-{step:09d}/part-00000\.parquet is damaged"):
+                list(dataset.scan(step=step, filter=read))
     finally:
         part.write_bytes(good)
+
+
+def test_what_may_match_by_hand() -> None:
+    reward = pc.field("reward")
+    schema = pa.schema([("reward", pa.float64()), ("step", pa.int64())])
+    ranges = [(0.0, 3.0), (4.0, 9.0), None]
+    for filter, expected in (
+        (reward > 5, [False, True, True]),
+        (~(reward > 5), [True, True, True]),
+        (~(reward > 3), [True, False, True]),
+        ((reward == 77) | reward.is_null(), [True, True, True]),
+        ((reward > 5) | (pc.field("step") == 1), [True, True, True]),
+        ((reward > 5) & (pc.field("step") == 1), [False, True, True]),
+        (reward.is_valid(), [True, True, True]),
+    ):
+        assert may_match(filter, "reward", ranges, schema) == expected, filter
 
 
 def test_several_steps_in_the_order_given(root: Path) -> None:
