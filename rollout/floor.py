@@ -31,6 +31,10 @@ class Floor(NamedTuple):
         """Seconds that reading `size` bytes takes at least."""
         return size / self.read
 
+    def best(self, other: Floor) -> Floor:
+        """Of two measurements the faster: what else runs on the machine can only slow one down."""
+        return Floor(max(self.read, other.read), max(self.flops, other.flops))
+
 
 @torch.inference_mode()
 def measure_floor(dtype: torch.dtype, threads: int) -> Floor:

@@ -37,9 +37,10 @@ def growth(options: argparse.Namespace, scratch: Path) -> list[Row]:
             where = {"size": size, "batch": options.batch, "threads": threads}
             waits = measure(path, threads, options, [(waiting, SHORT) for waiting in options.waiting])
             rows += [where | row for row in compared("waiting", options.waiting, waits, [0.0] * len(waits))]
-            steps = measure(path, threads, options, [(0, length) for length in options.context])
+            longer = measure(path, threads, options, [(0, length) for length in options.context])
+            floor = floor.best(measure_floor(model.dtype, threads))
             more = [extra_ms(length, options, floor, attention_of(model)) for length in options.context]
-            rows += [where | row for row in compared("context", options.context, steps, more)]
+            rows += [where | row for row in compared("context", options.context, longer, more)]
     return rows
 
 

@@ -77,23 +77,21 @@ def prefill(options: argparse.Namespace, scratch: Path) -> list[Row]:
         for threads in options.threads:
             floor = measure_floor(model.dtype, threads)
             with opened(path, threads, options.batch) as client:
-                for (batch, length), needed in zip(shapes, flops, strict=True):
-                    runs = [sampled(client, batch, length, 1, seed).prefill_ms for seed in range(options.repeats + 1)]
-                    ms = median(runs[1:])
-                    rows.append(
-                        {
-                            "size": size,
-                            "prompts": f"{batch} x {length}",
-                            "threads": threads,
-                            "ms": ms,
-                            "tokens/s": 1e3 * batch * length / ms,
-                            "GFLOP": needed / 1e9,
-                            "GFLOP/s": needed / ms / 1e6,
-                            "peak GFLOP/s": floor.flops / 1e9,
-                            "share of peak": 1e3 * needed / ms / floor.flops,
-                        }
-                    )
+                runs = [_prefill_ms(client, batch, length, options.repeats) for batch, length in shapes]
+            floor = floor.best(measure_floor(model.dtype, threads))
+            for (batch, length), needed, ms in zip(shapes, flops, runs, strict=True):
+                what = {"size": size, "prompts": f"{batch} x {length}", "threads": threads}
+                rows.append({**what, **_rated(batch * length, needed, ms, floor)})
     return rows
+
+
+def _prefill_ms(client: RolloutClient, batch: int, length: int, repeats: int) -> float:
+    return median([sampled(client, batch, length, 1, seed).prefill_ms for seed in range(repeats + 1)][1:])
+
+
+def _rated(tokens: int, needed: float, ms: float, floor: Floor) -> Row:
+    rates = {"tokens/s": 1e3 * tokens / ms, "GFLOP": needed / 1e9, "GFLOP/s": needed / ms / 1e6}
+    return {"ms": ms, **rates, "peak GFLOP/s": floor.flops / 1e9, "share of peak": 1e3 * needed / ms / floor.flops}
 
 
 def decode(options: argparse.Namespace, scratch: Path) -> list[Row]:
@@ -110,6 +108,7 @@ def decode(options: argparse.Namespace, scratch: Path) -> list[Row]:
             with opened(path, threads, options.batch) as client:
                 shape = options.batch, PROMPT_LEN, options.new_tokens
                 runs = [sampled(client, *shape, seed).decode_ms for seed in range(options.repeats + 1)]
+            floor = floor.best(measure_floor(model.dtype, threads))
             ms = median(run for run in runs[1:] if run is not None)
             rows.append({"size": size, "batch": options.batch, "threads": threads, **_held(ms, weights, cached, floor)})
     return rows
