@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +25,17 @@ TYPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made") / "traces"
+    commit(root, 0, 1)
+    TraceDataset(root).build_index()
+    return root
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    commit(tmp_path, 0, 1)
-    TraceDataset(tmp_path).build_index()
-    return tmp_path
+def root(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "traces")  # with the times of the manifests, which the index knows
 
 
 def lists_of(root: Path) -> Lists:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,18 @@ READ = ["_dataset.json", "_retention.json", STEP, f"{STEP}/_manifest.json", f"{S
 READ += ["_annotations", ANNOTATIONS, f"{ANNOTATIONS}/000000000.json"]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "traces"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made") / "traces"
     commit(root, 0, 1)
     TraceDataset(root).annotate(0, {"run/0/0/0": {"reward": 1.0}})
     keep_from(LocalStore(root), 0)
     return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "traces")
 
 
 def lead_out(root: Path, name: str) -> Path:
