@@ -37,8 +37,8 @@ class Parties:
         with self.gate:
             if not self.steps.is_live(call):
                 raise RuntimeError(f"step {call.step} has ended; this call is no longer a part of it")
-            if self.recorder is not None:
-                self.recorder.write(finished, call.step, rewards)
+            if (recorder := self.recorder) is not None:
+                self.reporter.write(lambda: recorder.write(finished, call.step, rewards))
 
     def end_step(self, step: int, committed: bool) -> None:
         """Close the open step; calls that outlive it stage nothing any more."""

@@ -245,11 +245,13 @@ class Engine:
             self._fail(result.step, result.batch, error)
             return
         self.stats.processed(result)
+        begun = time.perf_counter()
         for work in result.batch:
             work.request.in_flight -= 1
             work.request.confirmed = work.start + work.length
         for work, output in zip([w for w in result.batch if w.samples], result.outputs(), strict=True):
             self._deliver(work.request, *output)
+        self.stats.deliver_seconds += time.perf_counter() - begun
 
     def _deliver(self, request: Request, token: int, logprob: float, raw_logprob: float) -> None:
         if request.finish_reason is not None:

@@ -37,7 +37,7 @@ class EngineStats:
     """Counts since the engine started. `tokens` were computed, `cached_tokens` copied instead. `dropped_tokens`:
     sampled for requests that had already stopped. `preemptions`: how often a request yielded its slots. `seconds`: in
     which steps were under way; of these the host spent `schedule_seconds` choosing the next batch, `wait_seconds`
-    waiting, and `finalize_seconds` handing rows over.
+    waiting, `finalize_seconds` handing rows over, and `deliver_seconds` handing tokens over and ending requests.
     """
 
     forwards: int = 0
@@ -52,6 +52,7 @@ class EngineStats:
     wait_seconds: float = 0.0
     finalize_seconds: float = 0.0
     schedule_seconds: float = 0.0
+    deliver_seconds: float = 0.0
     events: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=4096))
     _until: float = 0.0
 
@@ -88,6 +89,7 @@ def engine_figures(built: BuiltEngine) -> Figures:
         "sample_seconds_total": seconds.sample,
         "capture_seconds_total": capturer.seconds if capturer is not None else 0.0,
         "finalize_seconds_total": stats.finalize_seconds,
+        "deliver_seconds_total": stats.deliver_seconds,
         "kv_slots": slots,
         "kv_slots_used": used,
         "kv_used_ratio": used / max(slots, 1),

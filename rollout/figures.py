@@ -42,6 +42,7 @@ ENGINE = (
     Figure("sample_seconds_total", "time in sampling; on an accelerator that of queueing it"),
     Figure("capture_seconds_total", "host time in the routers' hooks and the snapshot of their rows"),
     Figure("finalize_seconds_total", "host time in handing rows and logprobs to their requests"),
+    Figure("deliver_seconds_total", "host time in appending tokens, looking for stops, and ending requests"),
     Figure("kv_slots", "token slots of the key/value pool"),
     Figure("kv_slots_used", "slots that requests and the prefix cache hold"),
     Figure("kv_used_ratio", "kv_slots_used / kv_slots"),
@@ -50,6 +51,7 @@ ENGINE = (
 )
 CLIENT = (
     Figure("samples_resubmitted_total", "samples given to another engine because theirs died"),
+    Figure("encode_seconds_total", "time in handing traces to the recorder, which encodes them or sends them away"),
     Figure("commits_total", "steps that were committed"),
     Figure("commit_seconds_total", "time from asking for a commit until it was durable"),
     Figure("commit_seconds", "the same of the last one"),

@@ -24,13 +24,14 @@ class Reporter:
             raise TypeError(f"on_stats is {on_stats!r:.80}, need something to call with the figures")
         self._engines, self._on_stats = engines, on_stats
         self._lock = threading.Lock()
-        self._commits, self._seconds = 0, 0.0
+        self._commits, self._seconds, self._encoding = 0, 0.0, 0.0
         self._last: Figures = {}
 
     def stats(self) -> Figures:
         """All figures as they are now; see rollout/figures.py. Those of the last commit or step need one."""
         with self._lock:
             own = {"commits_total": self._commits, "commit_seconds_total": self._seconds, **self._last}
+            own["encode_seconds_total"] = self._encoding
         return {"samples_resubmitted_total": 0, **self._engines(), **own}
 
     def commit(self, commit: Callable[[], bool]) -> bool:
@@ -43,6 +44,13 @@ class Reporter:
                 self._seconds += seconds
                 self._last["commit_seconds"] = seconds
         return committed
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Time the hand-over of finished traces to the recorder."""
+        begun = time.perf_counter()
+        write()
+        with self._lock:
+            self._encoding += time.perf_counter() - begun
 
     def step_ended(self, step: int) -> None:
         """A step has ended and is committed, if anything records it."""
