@@ -46,7 +46,6 @@ class SglangHttp:
         facts = await self._model_info()
         version = version_number(facts["weight_version"])
         self.own_weights = facts.get("model_path") or self.model.path
-        self.model.check_served(self.own_weights)
         await self._probe()
         scaled = await scaled_by_temperature(self.generate, self.model)
         self.capabilities = sglang_capabilities(f"SGLang {number or ''}".strip(), seeded=seeded, scaled=scaled)
@@ -70,6 +69,7 @@ class SglangHttp:
         if self.max_sequence_tokens < PROMPT_TOKENS + OUTPUT_TOKENS:
             raise ValueError(f"{self._http.url} takes {self.max_sequence_tokens} tokens; raise --context-length")
         try:
+            self.model.check_served(self.own_weights)
             await sing(self.generate, self.model, greedy_requests(self.model.vocab_size))
         except ValueError as error:
             raise ValueError(f"{self._http.url} cannot serve model {self.model.path!r} with routes: {error}") from error
