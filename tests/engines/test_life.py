@@ -82,9 +82,11 @@ def test_an_update_that_comes_while_it_is_started_changes_no_weights_under_a_req
     engine.dead = True
     sample(backend, 1)
     outbox: queue.SimpleQueue = queue.SimpleQueue()
-    for index in range(8):
-        backend.start(SampleRequest(f"run/0/b{index}/0", 0, (5, index), PARAMS), outbox)
-    backend.update_weights(newer, 1)
+    engine.start_seconds = 0.2
+    with backend.prepare_update(newer, 1) as apply:
+        for index in range(8):
+            backend.start(SampleRequest(f"run/0/b{index}/0", 0, (5, index), PARAMS), outbox)
+        apply("wait", "keep")
     assert_drawn([outbox.get(timeout=20) for _ in range(8)], str(newer), 1)
     assert engine.starts == 2
 

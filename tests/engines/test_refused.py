@@ -1,12 +1,72 @@
-"""What the client offers and a served engine cannot do: an error at the call, and the engine serves on."""
+"""What a served engine cannot do is an error when a client connects, or at the call, and the engine serves on."""
 
 from __future__ import annotations
 
 import pytest
 
 from rollout import SamplingParams
+from rollout.engine_reply import EngineError
+from tests.engines.answers import PARAMS, missing
+from tests.engines.fakes import FakeSglang
 
-PARAMS = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+
+def test_the_key_is_sent_and_a_wrong_one_is_named(connect, server):
+    server.key = "k"
+    with pytest.raises((EngineError, ValueError), match="Unauthorized; pass the server's key as api_key="):
+        connect(api_key="wrong")
+    client = connect(api_key="k")
+    assert client.sample([[5, 7]], sampling_params=PARAMS)[0].finish_reason == "length"
+
+
+def test_a_server_without_capture_says_what_to_start_it_with(connect, server):
+    server.spoil = lambda prompt, body: missing(body)
+    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
+        connect()
+
+
+def test_another_model_than_the_servers_is_refused(connect, checkpoint):
+    with pytest.raises(ValueError, match="cannot serve model"):
+        connect(model=checkpoint("qwen3_moe", num_hidden_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_experts": 4}, r"experts \[4, 4\], need \[8, 8\]"), ({"vocab_size": 64}, "token ids 64, need 96")],
+)
+def test_a_server_with_fewer_experts_or_tokens_is_refused_where_its_checkpoint_is_seen(
+    connect, server, checkpoint, change, message
+):
+    """Its routes would fit: all its ids are below the number of experts."""
+    server.model_path = str(checkpoint("qwen3_moe", **change))
+    with pytest.raises(ValueError, match=f"is of another model: it has {message}"):
+        connect()
+
+
+def test_an_old_server_is_refused(connect, server):
+    server.release_text = "0.4.9" if isinstance(server, FakeSglang) else "0.9.1"
+    with pytest.raises(ValueError, match=rf"{server.release_text} is too old for recorded routes; start version"):
+        connect()
+
+
+def test_a_dense_model_is_refused(connect, tmp_path):
+    from transformers import Qwen3Config
+
+    Qwen3Config(num_hidden_layers=1, hidden_size=8, vocab_size=8).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no MoE router"):
+        connect(model=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(prompt_logprobs=0), "cannot record prompt_logprobs"),
+        (SamplingParams(max_tokens=0), "max_tokens must be at least 1"),
+        (SamplingParams(logprobs=2), "cannot do logprobs=2"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_an_error_at_the_call(connect, params, message):
+    with pytest.raises(ValueError, match=f"prompt 0: .* {message}"):
+        connect().sample([[5, 7]], sampling_params=params)
 
 
 def test_what_would_need_a_hold_on_the_engine_is_refused(connect):
