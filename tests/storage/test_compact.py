@@ -192,7 +192,7 @@ def test_dropping_a_part_of_a_pack(root: Path) -> None:
 @pytest.mark.parametrize(
     ("action", "states"),
     [
-        ("compact()", [[0, 1, 2, 5]]),
+        pytest.param("compact()", [[0, 1, 2, 5]], marks=pytest.mark.full),
         pytest.param("archive(9)", [[0, 1, 2, 5]], marks=pytest.mark.full),
         ("keep_from(2)", [[0, 1, 2, 5], [2, 5]]),
     ],
