@@ -86,6 +86,7 @@ def test_a_crash_fails_all_that_is_under_way_and_hangs_nobody(client):
 def test_closing_while_another_engine_is_started_leaves_room_for_the_next_client(model):
     with RolloutClient.local(model, backend="vllm", **OPTIONS) as client:
         crash(client)
+        client.sample(PROMPTS[:1], sampling_params=PARAMS)  # its engine runs again, so that it can be broken
         crash(client, all_of_them=False)
     with RolloutClient.local(model, backend="vllm", **OPTIONS) as client:
         check(client.sample(PROMPTS, sampling_params=PARAMS), load(model))
