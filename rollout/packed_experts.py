@@ -1,9 +1,9 @@
 """A second copy of expert weights, in the order of values that products on a CPU read fastest.
 
-Of bfloat16 and of large float32 weights oneDNN's own order: of the plain one it rearranges the values within each
-product, or leaves it to MKL, which is slow for few rows. 1 to 16 rows times 1,024 x 1,024 values in bfloat16 took 0.6
-to 0.7 of the time on an AMD EPYC (AVX-512), with the same bits. The operators are those that torch.compile emits for a
-linear layer whose weights are constant. Of small float32 weights the transposed order: 9 rows and more took 0.7.
+That is oneDNN's own: with weights in the plain order it rearranges them within each product in bfloat16, and float32 is
+left to MKL, which is slow for few rows. Products of 1 to 16 rows with 1,024 x 1,024 values took 0.6 to 0.7 of the time
+on an AMD EPYC (AVX-512), in bfloat16 with the same bits; small float32 weights gained nothing. The operators are those
+that torch.compile emits for a linear layer whose weights are constant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 PACKED_FOR_ROWS = 16  # any number gives a valid order; this one was the fastest or near it from 1 to 256 rows
 MAX_SHARE_OF_MEMORY = 0.5
 CHECKED_ROWS = 48
-MIN_BLOCKED_VALUES = 1 << 18
+MIN_FLOAT32_VALUES = 1 << 18
 MIN_PACKED_ROWS = 2  # a single row of a large weight has a kernel of its own, and other bits
 
 
@@ -32,9 +32,7 @@ class PackedWeight:
         self._is_transposed = is_transposed
         self._packed: dict[int, torch.Tensor] = {}
         self._seen = self._state()
-        is_float32 = weight.dtype is torch.float32
-        self.is_blocked = not is_float32 or weight[0].numel() >= MIN_BLOCKED_VALUES
-        self._min_rows = (2 if self.is_blocked else 4) if is_float32 else 1
+        self._min_rows = 2 if weight.dtype is torch.float32 else 1
 
     @property
     def shape(self) -> torch.Size:
@@ -50,10 +48,7 @@ class PackedWeight:
         packed = self._packed.get(expert) if self._seen == self._state() else None
         if packed is None:
             packed = self._pack(expert)
-        if self.is_blocked:
-            out.copy_(torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], ""))
-        else:
-            torch.mm(rows, packed, out=out)
+        out.copy_(torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], ""))
 
     def rows_keep_bits(self) -> bool:
         """Whether a row's product has the same bits among any number of rows from 2 on: tried on random rows."""
@@ -81,10 +76,7 @@ class PackedWeight:
             self._packed.clear()
             self._seen = state
         weight = self._weight[expert].t() if self._is_transposed else self._weight[expert]
-        if self.is_blocked:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-        else:
-            packed = weight.t().contiguous()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
         self._packed[expert] = packed
         return packed
 
@@ -115,7 +107,7 @@ def packed_keep_bits(model: Any) -> bool:
     modules = [module for module in model.modules() if is_experts(module)]
     weights = [packed for module in modules for packed in getattr(module, "packed_weights", {}).values()]
     shapes = {packed.shape: packed for packed in weights}
-    return bool(weights) and all(packed.is_blocked and packed.rows_keep_bits() for packed in shapes.values())
+    return bool(weights) and all(packed.rows_keep_bits() for packed in shapes.values())
 
 
 def is_experts(module: Any) -> bool:
@@ -137,7 +129,7 @@ def _can_pack(weight: Any) -> bool:
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32
+    return weight.dtype is torch.float32 and weight[0].numel() >= MIN_FLOAT32_VALUES
 
 
 def available_bytes() -> int:
