@@ -20,7 +20,7 @@ MIN_GAIN = 1.1
 
 def candidates(limit: int | None = None) -> list[int]:
     """Powers of two up to the cores that this process may use, and at most `limit`."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return [count for count in (1 << i for i in range(cores.bit_length())) if count <= min(cores, limit or cores)]
 
 

@@ -29,7 +29,7 @@ from rollout.loader import LoadedModel, fingerprint, load_model, move_model, rop
 from rollout.lockstep import Lockstep, Membership
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
-from rollout.packed_experts import forget_packed
+from rollout.packed_experts import forget_packed, repack
 from rollout.parallel import ExpertRange, RankGroup, StepShape
 from rollout.prefix_cache import PrefixCache
 from rollout.request import Request
@@ -88,10 +88,14 @@ class BuiltEngine:
         With `recompute` running requests give up their keys and values, and compute them again with the new weights
         under replay of the rows they have.
         """
-        self.stream.run(lambda: staged.copy_into(self.runner.model))
+        self.stream.run(lambda: self._replace_weights(staged))
         self.engine.weight_version = version
         if recompute:
             self.engine.yield_all()
+
+    def _replace_weights(self, staged: StagedWeights) -> None:
+        staged.copy_into(self.runner.model)
+        repack(self.runner.model)
 
     def check_recompute(self) -> None:
         """Raises ValueError for a model that cannot repeat its routes while it recomputes."""
@@ -117,6 +121,8 @@ class BuiltEngine:
         """Undo `sleep`, with staged weights if there are any."""
         assert self.parked is not None
         self.stream.run(self.parked.restore)
+        if staged is None:
+            self.stream.run(lambda: repack(self.runner.model))
         self.parked = None
         self.runner.resize(self.kv_tokens)
         if staged is not None:

@@ -36,7 +36,8 @@ class EngineOptions(StrictModel):
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
             "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
         pack_experts: keep a second copy of bfloat16 and large float32 expert weights in the order that products on a
-            CPU read fastest, if it takes at most half of the memory that is left; a group of ranks never does.
+            CPU read fastest, if it takes at most half of the memory that is left, else a warning, with batch_invariant
+            an error; packed again when weights change. A group of ranks never does.
         dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
             experts. Must divide their number. The other sizes here count per rank. On CPUs only.
         moe_dispatch: what travels between ranks. "alltoall": each token's row to the ranks of its experts. "allgather":

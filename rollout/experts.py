@@ -109,20 +109,21 @@ def experts_output(
 def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups, any_product: bool) -> torch.Tensor:
     """`any_product`: whether each may be computed in the way that is fastest for its size, or all in one way."""
     weight = getattr(self, name)
-    weights = (weight.transpose(-2, -1) if self.is_transposed else weight).unbind(0)
+    if self.is_transposed:
+        weight = weight.transpose(-2, -1)
     packed = getattr(self, "packed_weights", {}).get(name)
     padding = len(rows) - sum(groups.heights)
-    out = rows.new_empty(len(rows), weights[0].shape[0])
+    out = rows.new_empty(len(rows), weight.shape[1])
     if padding:
         out[-padding:] = 0
     heights = [*groups.heights, padding]
     for expert, given, made in zip(groups.experts, rows.split(heights), out.split(heights), strict=False):
         if any_product and len(given) <= FEW_ROWS and _is_few(given):
-            made.copy_(torch.mm(weights[expert], given.t()).t())
+            made.copy_(torch.mm(weight[expert], given.t()).t())
         elif packed is not None and (not any_product or packed.is_faster(len(given))):
             packed.product(given, expert, made)
         else:
-            torch.mm(given, weights[expert].t(), out=made)
+            torch.mm(given, weight[expert].t(), out=made)
         if self.has_bias:
             made += getattr(self, f"{name}_bias")[expert]
     return out
@@ -140,7 +141,7 @@ def use_experts_implementation(model: Any, name: str, pack: bool = True) -> None
     ALL_EXPERTS_FUNCTIONS.register("batch_invariant_experts", batch_invariant_experts)
     model.set_experts_implementation(name)
     if pack and name in ("hit_experts", "batch_invariant_experts"):
-        pack_experts(model)
+        pack_experts(model, required=name == "batch_invariant_experts")
     if name == "batch_invariant_experts":
         packed = packed_keep_bits(model)
         for module in model.modules():
@@ -164,7 +165,8 @@ def _lay_out_by_input(experts: Any) -> None:
     for name in () if experts.is_transposed else PROJECTIONS:
         weight = getattr(experts, name, None)
         if weight is not None and weight.dtype is torch.float32:
-            weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
+            with torch.inference_mode(False):
+                weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
 
 
 class _PaddedProducts(TorchFunctionMode):

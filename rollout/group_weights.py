@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from rollout.parallel import ExpertRange
 from rollout.sharded_loader import NUMBERED, own_tensor_name
 from rollout.weights import UNCHANGED, NamedTensor, named_tensors
 
+logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 2**30
 
 
@@ -52,7 +54,13 @@ def save(source: Any, version: int, parent: str) -> SavedWeights:
 def discard(weights: SavedWeights | None, parent: str) -> None:
     """Delete what `save` wrote in `parent`, once nobody is to read it again; a checkpoint of the caller's stays."""
     if weights is not None and Path(weights.directory).parent == Path(parent).resolve():
-        shutil.rmtree(weights.directory)
+        shutil.rmtree(weights.directory, onerror=_log)
+
+
+def _log(function: Any, path: Any, error: Any) -> None:
+    """What cannot be deleted stays: the update that it belonged to has long succeeded or failed."""
+    if not isinstance(error[1], FileNotFoundError):
+        logger.warning("cannot delete %s: %s", path, error[1])
 
 
 def _write_all(source: Any, directory: Path) -> None:

@@ -9,7 +9,7 @@ that torch.compile emits for a linear layer whose weights are constant.
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ logger = logging.getLogger(__name__)
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 PACKED_FOR_ROWS = 16  # any number gives a valid order; this one was the fastest or near it from 1 to 256 rows
 MAX_SHARE_OF_MEMORY = 0.5
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 CHECKED_ROWS = 48
 MIN_FLOAT32_VALUES = 1 << 18
 MIN_PACKED_ROWS = 2  # a single row of a large weight has a kernel of its own, and other bits
 
 
 class PackedWeight:
-    """One weight, `[experts, out, in]`; each expert's part is packed at its first product, and anew when it changed."""
+    """One weight, `[experts, out, in]`, packed expert by expert; anew when it changed."""
 
     def __init__(self, weight: torch.Tensor, is_transposed: bool) -> None:
         self._weight = weight
@@ -67,8 +71,15 @@ class PackedWeight:
             for start in (0, end - MIN_PACKED_ROWS)
         )
 
+    def pack(self) -> None:
+        """Pack what is not packed, now rather than at the next product."""
+        state = self._state()
+        for expert in range(len(self._weight)):
+            if self._seen != state or expert not in self._packed:
+                self._pack(expert)
+
     def forget(self) -> None:
-        """Give the copy's memory back; the next product packs again."""
+        """Give the copy's memory back, until it is packed again."""
         self._packed.clear()
 
     def _pack(self, expert: int) -> torch.Tensor:
@@ -85,41 +96,58 @@ class PackedWeight:
         return self._weight.data_ptr(), self._weight._version
 
 
-def pack_experts(model: Any) -> None:
+def pack_experts(model: Any, required: bool = False) -> None:
     """Let the experts modules of `model` use packed weights: where the kernels exist and the copy takes at most half of
-    the memory that is left. Says what it did."""
+    the memory that is left. Says what it did.
+
+    Raises:
+        ValueError: it takes more, and is `required`, since engines that are to agree in every bit must choose alike.
+    """
     modules = [module for module in model.modules() if is_experts(module)]
     weights = [getattr(module, name) for module in modules for name in PROJECTIONS if hasattr(module, name)]
     if not weights or not all(_can_pack(weight) for weight in weights):
         return
     size, left = sum(weight.nbytes for weight in weights), available_bytes()
     if size > MAX_SHARE_OF_MEMORY * left:
-        logger.info("experts are not packed: a copy takes %.1f GB, and %.1f GB are left", size / 1e9, left / 1e9)
+        problem = (
+            f"a copy of {size / 1e9:.1f} GB, packed for faster products, takes more than half of {left / 1e9:.1f} GB"
+        )
+        if required:
+            raise ValueError(f"batch_invariant=True: {problem} that are left; use pack_experts=False in all engines")
+        logger.warning("experts are not packed, and slower: %s that are left", problem)
         return
     for module in modules:
         names = [name for name in PROJECTIONS if hasattr(module, name)]
         module.packed_weights = {name: PackedWeight(getattr(module, name), module.is_transposed) for name in names}
+    repack(model)
     logger.info("experts are packed for faster products: a second copy of %.2f GB", size / 1e9)
+
+
+def repack(model: Any) -> None:
+    """Pack what is not packed, or changed since."""
+    for packed in _all_packed(model):
+        packed.pack()
+
+
+def forget_packed(model: Any) -> None:
+    """Give the memory of all packed copies back, until they are packed again."""
+    for packed in _all_packed(model):
+        packed.forget()
+
+
+def _all_packed(model: Any) -> list[PackedWeight]:
+    return [packed for module in model.modules() for packed in getattr(module, "packed_weights", {}).values()]
 
 
 def packed_keep_bits(model: Any) -> bool:
     """Whether all experts are packed, and products of packed weights of their shapes keep a row's bits."""
-    modules = [module for module in model.modules() if is_experts(module)]
-    weights = [packed for module in modules for packed in getattr(module, "packed_weights", {}).values()]
-    shapes = {packed.shape: packed for packed in weights}
-    return bool(weights) and all(packed.rows_keep_bits() for packed in shapes.values())
+    shapes = {packed.shape: packed for packed in _all_packed(model)}
+    return bool(shapes) and all(packed.rows_keep_bits() for packed in shapes.values())
 
 
 def is_experts(module: Any) -> bool:
     """Whether a module's forward goes through transformers' experts interface."""
     return hasattr(module, "has_gate") and hasattr(module, "num_experts")
-
-
-def forget_packed(model: Any) -> None:
-    """Give the memory of all packed copies back; the next forward packs again."""
-    for module in model.modules():
-        for packed in getattr(module, "packed_weights", {}).values():
-            packed.forget()
 
 
 def _can_pack(weight: Any) -> bool:
@@ -133,9 +161,16 @@ def _can_pack(weight: Any) -> bool:
 
 
 def available_bytes() -> int:
-    """Memory that a process may still take: the kernel's estimate on Linux, elsewhere the free pages."""
+    """Memory that this process may still take, of the machine and of its control group; 0 where nothing says so."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not meminfo.exists():
+        return 0
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return min(int(fields["MemAvailable"].split()[0]) * 1024, *(left for left in map(_left, CGROUP_FILES)))
+
+
+def _left(files: tuple[str, str]) -> int:
+    limit, used = map(Path, files)
+    if not (limit.exists() and used.exists()) or (most := limit.read_text().strip()) == "max":
+        return sys.maxsize
+    return int(most) - int(used.read_text())

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 
 from rollout import packed_experts
 from rollout.device_memory import ParkedWeights
-from rollout.experts import COMPACT, Layout, experts_output, group_by_expert
+from rollout.experts import COMPACT, INVARIANT, Layout, experts_output, group_by_expert
 from rollout.packed_experts import PackedWeight, forget_packed, pack_experts, packed_keep_bits
 
 HEIGHTS = [0, 1, 2, 3, 8, 9, 40]  # rows of each expert
 HIDDEN, WIDTH, BIG = 40, 24, 1024
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="oneDNN has no bfloat16 kernels for this processor")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -72,7 +74,7 @@ def computed(
     experts: Any, dtype: torch.dtype, size: int, layout: Layout = COMPACT
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = inputs(dtype, size)
-    return experts_output(experts, *given, COMPACT).double(), by_hand(experts, *given)
+    return experts_output(experts, *given, layout).double(), by_hand(experts, *given)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -84,12 +86,14 @@ def test_outputs_are_those_of_a_loop_over_tokens(dtype, size, is_transposed, has
     experts = Experts(dtype, size, is_transposed, has_bias)
     if packed:
         pack_experts(experts)
-        small = dtype is torch.float32 and size < BIG
-        assert set(getattr(experts, "packed_weights", ())) == (set() if small else {"gate_up_proj", "down_proj"})
-    found, expected = computed(experts, dtype, size)
-    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        expected = size == BIG if dtype is torch.float32 else HAS_BFLOAT16
+        assert set(getattr(experts, "packed_weights", ())) == ({"gate_up_proj", "down_proj"} if expected else set())
+    for layout in (COMPACT, Layout(2, 32), INVARIANT):
+        found, expected = computed(experts, dtype, size, layout)
+        torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@needs_bfloat16
 def test_packed_bfloat16_products_have_the_bits_of_plain_ones() -> None:
     experts = Experts(torch.bfloat16, BIG, False, False)
     plain, _ = computed(experts, torch.bfloat16, BIG)
@@ -97,7 +101,9 @@ def test_packed_bfloat16_products_have_the_bits_of_plain_ones() -> None:
     assert torch.equal(computed(experts, torch.bfloat16, BIG)[0], plain)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, HIDDEN), (torch.float32, BIG)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [pytest.param(torch.bfloat16, HIDDEN, marks=needs_bfloat16), (torch.float32, BIG)]
+)
 def test_a_packed_copy_follows_changes_in_place_and_a_sleep(dtype, size) -> None:
     experts = Experts(dtype, size, False, False)
     pack_experts(experts)
@@ -126,13 +132,15 @@ def experts_model(experts: Experts) -> Any:
 
 
 def test_experts_are_not_packed_where_half_of_the_memory_would_not_hold_them(monkeypatch, caplog) -> None:
-    experts = Experts(torch.bfloat16, HIDDEN, False, False)
+    experts = Experts(torch.float32, BIG, False, False)
     size = experts.gate_up_proj.nbytes + experts.down_proj.nbytes
     caplog.set_level("INFO", "rollout.packed_experts")
     monkeypatch.setattr(packed_experts, "available_bytes", lambda: 2 * size - 2)
     pack_experts(experts)
     assert not hasattr(experts, "packed_weights")
     assert "experts are not packed" in caplog.text
+    with pytest.raises(ValueError, match=r"more than half of .* GB that are left; use pack_experts=False in all"):
+        pack_experts(experts, required=True)
     monkeypatch.setattr(packed_experts, "available_bytes", lambda: 2 * size)
     pack_experts(experts)
     assert hasattr(experts, "packed_weights")
@@ -143,6 +151,16 @@ def test_memory_left_is_between_nothing_and_all() -> None:
 
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < packed_experts.available_bytes() < total
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", None), ("1000000", 999_000)])
+def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch, limit, left) -> None:
+    (tmp_path / "limit").write_text(limit)
+    (tmp_path / "used").write_text("1000")
+    whole = packed_experts.available_bytes()
+    monkeypatch.setattr(packed_experts, "CGROUP_FILES", [(tmp_path / "limit", tmp_path / "used")])
+    found = packed_experts.available_bytes()
+    assert found == left if left is not None else found > whole / 2
 
 
 def test_products_that_keep_bits_are_those_of_oneDNN() -> None:  # noqa: N802

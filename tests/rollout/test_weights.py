@@ -21,6 +21,7 @@ from storage import ReplayBatch, TraceDataset
 from storage.trace import WeightSpan
 from tests.rollout.oracle import Oracle, check_greedy
 from tests.rollout.spans import check_kept_spans, check_recomputed
+from tests.rollout.test_experts import needs_bfloat16
 
 PROMPTS = [[5, 7, 11], [3] * 9, [20, 21, 22, 23, 24]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=0)
@@ -96,6 +97,7 @@ def test_after_an_update_the_engine_samples_as_transformers_does_with_these_weig
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "behind a sleep"])
+@needs_bfloat16
 def test_packed_experts_are_those_of_the_new_weights(sleeps: bool, old: Path, new: Path) -> None:
     prompts = [[(7 * i + j) % 90 + 3 for j in range(40)] for i in range(4)]
     with RolloutClient.local(old, dtype="bfloat16") as client:
