@@ -46,7 +46,7 @@ class Catalog:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
         self._cached = lru_cache(MANIFESTS_IN_MEMORY)(self._read)
         self.refresh()
 
@@ -66,9 +66,9 @@ class Catalog:
             self._look()
 
     def _look(self) -> None:
-        self._stamps = self._store.committed()
+        self._stamps = self.store.committed()
         self._index: Index | None = None
-        self.first_step = first = first_kept_step(self._store)
+        self.first_step = first = first_kept_step(self.store)
         own = {step: name for name in self._stamps if (step := step_of_folder(name)) is not None}
         packs = sorted(self._stamps.keys() - own.values(), key=lambda name: (self.manifest(name).archive, name))
         packed = {step: name for name in packs for step, _ in self.manifest(name).steps}
@@ -135,12 +135,12 @@ class Catalog:
     def index(self) -> Index:
         """The index, without what it says about manifests that have changed since."""
         if self._index is None:
-            self._index = Index.load(self._store, self._stamps)
+            self._index = Index.load(self.store, self._stamps)
         return self._index
 
     def build_index(self) -> None:
         """Write an index of every manifest that is here now; see storage/index.py."""
-        Index.of({name: self.manifest(name) for name in self.folders}, self._stamps).save(self._store)
+        Index.of({name: self.manifest(name) for name in self.folders}, self._stamps).save(self.store)
         self._index = None
 
     def _candidates(self, sample_id: str) -> Iterator[int]:
@@ -156,7 +156,7 @@ class Catalog:
         yield from (step for step in possible if self.folder(step) not in index.samples)
 
     def _read(self, folder: str, stamp: Stamp) -> Manifest:
-        return read_manifest(self._store, folder)
+        return read_manifest(self.store, folder)
 
 
 def committed_steps(root: Root) -> list[int]:

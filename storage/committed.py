@@ -68,5 +68,5 @@ class CommittedSamples:
             self.refresh()
             if len(self._catalog.folders - self._index.samples.keys()) >= FOLDERS_WITHOUT_INDEX:
                 self._catalog.build_index()
-        except (OSError, DatasetError) as error:
+        except (DatasetError, *self._catalog.store.errors) as error:
             logger.warning("the index was not renewed: %s", error)

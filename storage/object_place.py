@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 
-from storage.errors import MissingDataError, UnknownCommitError
+from storage.errors import DatasetError, MissingDataError, UnknownCommitError
 from storage.manifest import MANIFEST_FILE, Manifest, read_manifest
 from storage.object_store import ObjectStore
 from storage.part import DigestFile
@@ -25,6 +25,7 @@ class ObjectPlace:
         self._parts: list[str] = []
         self._manifest = b""
         self._may_commit = False  # a manifest that lists the parts may appear yet
+        self._unanswered = False  # the store failed in the commit; asking it again would only take as long once more
 
     def new_part(self, index: int) -> tuple[str, DigestFile]:
         """See `Place`."""
@@ -53,7 +54,7 @@ class ObjectPlace:
 
     def publish(self) -> None:
         """See `Place`. UnknownCommitError when the put was neither confirmed nor refused."""
-        from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
         self._may_commit = True
         try:
@@ -65,29 +66,37 @@ class ObjectPlace:
         except (PermissionDeniedError, UnauthenticatedError):
             self._may_commit = False
             raise
-        except (OSError, BaseError) as error:
-            url = self._store.url(self._target)
-            raise UnknownCommitError(
-                f"whether {url} was committed is not known: its manifest was sent and not answered ({error}). Its "
-                "parts stay, in case it was. Look whether it is there before you write it again; if it is not, "
-                "repair_dataset() removes the parts a day later"
-            ) from error
+        except self._store.errors as error:
+            raise self._unknown(f"its manifest was sent and not answered ({error})") from error
 
     def settle(self) -> None:
         """See `Place`: a put that has been answered is durable."""
 
     def remove(self) -> None:
         """See `Place`. Only parts: nobody else has these names. Those of a manifest that is there are committed, by a
-        writer that adopted them, or by a put whose answer was lost."""
+        writer that adopted them, or by a put whose answer was lost. A failure is logged, as the store that fails here
+        is often the one whose failure ended the step: what stays is litter."""
+        if self._unanswered:
+            self._leave("they may be committed")
+            return
+        try:
+            self._remove_uncommitted()
+        except (DatasetError, *self._store.errors) as error:
+            self._leave(f"they could not be removed ({error})")
+
+    def _remove_uncommitted(self) -> None:
         listed = self._listed()
         if listed is None and self._may_commit:
-            logger.warning(
-                "leaving %d parts in %s, which may be committed yet; repair_dataset() removes them when they are not",
-                len(self._parts), self._store.url(self._target),
-            )  # fmt: skip
+            self._leave("they may be committed yet")
             return
         for name in sorted(set(self._parts) - (listed or set())):
             self._store.remove(f"{self._target}/{name}")
+
+    def _leave(self, why: str) -> None:
+        logger.warning(
+            "leaving %d parts in %s: %s; repair_dataset() removes what was not committed",
+            len(self._parts), self._store.url(self._target), why,
+        )  # fmt: skip
 
     def _listed(self) -> set[str] | None:
         """Parts of the manifest that is there; None when there is none."""
@@ -98,8 +107,22 @@ class ObjectPlace:
 
     def _is_committed(self) -> bool:
         """Whether the manifest that is there is this one; of a step without samples every writer's is the same."""
-        has_files = bool(Manifest.from_json(self._manifest).files)
-        return has_files and self._store.read(f"{self._target}/{MANIFEST_FILE}") == self._manifest
+        if not Manifest.from_json(self._manifest).files:
+            return False
+        try:
+            return self._store.read(f"{self._target}/{MANIFEST_FILE}") == self._manifest
+        except self._store.errors as error:
+            raise self._unknown(
+                f"a manifest is there, and whether it is this one could not be read ({error})"
+            ) from error
+
+    def _unknown(self, why: str) -> UnknownCommitError:
+        self._unanswered = True
+        return UnknownCommitError(
+            f"whether {self._store.url(self._target)} was committed is not known: {why}. Its parts stay, in case it "
+            "was. Look whether it is there before you write it again; if it is not, repair_dataset() removes the parts "
+            "a day later"
+        )
 
     def release(self) -> None:
         """See `Place`."""

@@ -43,6 +43,13 @@ class ObjectStore:
             )
         return self._client
 
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """See `Store`. What obstore raises is no OSError unless a file is not there, or there already."""
+        from obstore.exceptions import BaseError
+
+        return OSError, BaseError
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A store made from a URL is made from it again; credentials come from where that process finds them."""
         if self._url.startswith("memory:"):

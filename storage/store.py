@@ -29,6 +29,10 @@ class Stamp(NamedTuple):
 class Store(Protocol):
     """What readers need, and the two ways in which small files appear."""
 
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What any call may raise when the disk or the service fails."""
+
     def url(self, name: str) -> str:
         """`name` as messages show it."""
 
@@ -88,6 +92,11 @@ class LocalStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self.root.absolute(),)  # whoever unpickles it may work in another directory
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """See `Store`."""
+        return (OSError,)
 
     def path(self, name: str) -> Path:
         """The file of `name`; DamagedDataError when it, or a directory on the way to it, is a symbolic link."""

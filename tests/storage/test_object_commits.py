@@ -28,16 +28,36 @@ class Unanswered(obstore_store.MemoryStore):
     def setup(self) -> Unanswered:
         self.kept: Callable[[], Any] | None = None
         self.next: str = ""
+        self.down = False
         return self
+
+    def get(self, path: str, **options: Any) -> Any:
+        self.answer()
+        return super().get(path, **options)
+
+    def head(self, path: str) -> Any:
+        self.answer()
+        return super().head(path)
+
+    def list(self, *arguments: Any, **options: Any) -> Any:
+        self.answer()
+        return super().list(*arguments, **options)
+
+    def answer(self) -> None:
+        if self.down:
+            raise GenericError("Generic S3 error: connection refused")
 
     def put(self, path: str, file: Any, **options: Any) -> Any:
         how, self.next = (self.next, "") if path == f"{STEP}/_manifest.json" else ("", self.next)
         real = super().put
+        self.down = self.down or how in ("outage", "retry into outage")
+        if how == "outage":
+            raise GenericError("Generic S3 error: operation timed out")
         if how == "keep":
             self.kept = lambda: real(path, file, **options)
             raise GenericError("Generic S3 error: operation timed out")
         answer = real(path, file, **options)
-        if how == "retry":  # the client sent it again after a lost answer, and met its own first put
+        if how.startswith("retry"):  # the client sent it again after a lost answer, and met its own first put
             raise AlreadyExistsError("412 Precondition Failed")
         return answer
 
@@ -104,6 +124,37 @@ def test_a_writer_that_meets_its_own_manifest_has_committed(client: Unanswered) 
         client.next = "retry"
         writer.commit(0)
     assert list(TraceDataset(URL)) == make_traces(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("outage", r"sent and not answered \(.*timed out"), ("retry into outage", r"could not be read \(.*refused")],
+)
+def test_a_store_that_is_down_does_not_hide_that_the_commit_is_unknown(
+    client: Unanswered, caplog: pytest.LogCaptureFixture, how: str, why: str
+) -> None:
+    """Nothing answers from the put on: neither what is asked to clean up, nor what is asked when the writer closes."""
+    with pytest.raises(UnknownCommitError, match=why), JointWriter(URL, SPEC) as writer:
+        writer.write(make_traces(0), step=0)
+        client.next = how
+        writer.commit(0)
+    assert "leaving 1 parts in memory://traces/step-000000000: they may be committed" in caplog.text
+    assert "the index was not renewed: Generic S3 error: connection refused" in caplog.text
+    client.down = False
+    assert TraceDataset(URL).steps == ([] if how == "outage" else [0])
+    assert len([name for name in open_store(URL).names(STEP) if name.endswith(".parquet")]) == 1
+
+
+def test_a_helper_abandons_all_it_has_while_the_store_is_down(
+    client: Unanswered, caplog: pytest.LogCaptureFixture
+) -> None:
+    with JointWriter(URL, SPEC) as helper:
+        helper.write(make_traces(0), step=0)
+        helper.hand_over(0)
+        helper.write(make_traces(1), step=1)
+        client.down = True
+    assert "leaving 1 parts in memory://traces/step-000000000: they could not be removed (Generic" in caplog.text
+    assert "leaving 1 parts in memory://traces/step-000000001: they could not be removed (Generic" in caplog.text
 
 
 def test_a_step_that_was_abandoned_before_its_put_leaves_nothing(client: Unanswered) -> None:
