@@ -64,9 +64,10 @@ class CommittedSamples:
 
     def save_index(self) -> None:
         """Renew the index when many folders are missing in it. A failure is logged: the index is a cache."""
+        failures: tuple[type[Exception], ...] = (DatasetError, *self._catalog.store.errors)
         try:
             self.refresh()
             if len(self._catalog.folders - self._index.samples.keys()) >= FOLDERS_WITHOUT_INDEX:
                 self._catalog.build_index()
-        except (DatasetError, *self._catalog.store.errors) as error:
+        except failures as error:
             logger.warning("the index was not renewed: %s", error)

@@ -79,9 +79,10 @@ class ObjectPlace:
         if self._unanswered:
             self._leave("they may be committed")
             return
+        failures: tuple[type[Exception], ...] = (DatasetError, *self._store.errors)
         try:
             self._remove_uncommitted()
-        except (DatasetError, *self._store.errors) as error:
+        except failures as error:
             self._leave(f"they could not be removed ({error})")
 
     def _remove_uncommitted(self) -> None:
