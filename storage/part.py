@@ -45,7 +45,7 @@ class PartWriter:
 
     def write(self, table: pa.Table) -> None:
         """Append samples; full row groups go to disk. ValueError for a sample that no reader would take."""
-        _check_sizes(table)
+        check_sizes(table)
         self.sample_ids += table.column("sample_id").to_pylist()
         self._pending = pa.concat_tables([self._pending, table])
         self._pending_bytes += table.nbytes
@@ -78,7 +78,8 @@ class PartWriter:
         self._pending_bytes = self._pending.nbytes if len(self._pending) else 0
 
 
-def _check_sizes(table: pa.Table) -> None:
+def check_sizes(table: pa.Table) -> None:
+    """ValueError, naming it, for a sample of `table` that is larger than the largest row group that readers take."""
     limit = ONE_SAMPLE_BYTES - (ONE_SAMPLE_BYTES >> 4)  # Parquet adds levels, at most two bits a value
     rows = range(len(table)) if table.nbytes > limit else ()
     for row in (table.slice(row, 1) for row in rows):

@@ -22,7 +22,7 @@ from storage.committed import CommittedSamples
 from storage.errors import DuplicateSampleError, SpecMismatchError, StepExistsError
 from storage.manifest import DATASET_FILE, MANIFEST_FILE, dataset_json, read_promises, read_spec, step_folder
 from storage.open_folder import OpenFolder, new_place
-from storage.part import ROW_GROUP_SAMPLES, Compression
+from storage.part import ROW_GROUP_SAMPLES, Compression, check_sizes
 from storage.promises import Promises
 from storage.schema import check_same_spec, conform, spec_of, table_problems, to_table
 from storage.staging import check_writable, clean_staging, create_dataset, staging_lock
@@ -104,7 +104,7 @@ class TraceWriter:
 
         Raises:
             StepExistsError, DuplicateSampleError, SpecMismatchError: nothing of this call is staged.
-            ValueError: the same; a trace has finish_reason "error", another step, or contradicts itself.
+            ValueError: the same; a trace has finish_reason "error", another step, contradicts itself, or is too large.
             OSError: the disk failed or is full; the step is abandoned, committed steps are intact.
         """
         with self._lock:
@@ -199,6 +199,7 @@ class TraceWriter:
 
     def _check_rows(self, tables: list[pa.Table], step: int) -> None:
         for table in tables:
+            check_sizes(table)
             for row in table.select(["sample_id", "step", "finish_reason", "error"]).to_pylist():
                 name = f"trace {row['sample_id']!r}"
                 if row["finish_reason"] == "error":

@@ -111,14 +111,16 @@ def test_a_few_equal_texts_are_data(tmp_path: Path) -> None:
 
 def test_the_writer_refuses_what_no_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.part.ONE_SAMPLE_BYTES", 2000)
-    good, bad = make_traces(0, 2)
+    staged, bad, good = make_traces(0, 3)
     bad.text = "x" * 2000
     with TraceWriter(tmp_path, SPEC) as writer:
-        with pytest.raises(ValueError, match=r"sample 'run/0/1/0' has \d+ bytes, a row group holds 1875"):
-            writer.write([good, bad], step=0)
+        writer.write([staged], step=0)
+        for call in ([good, bad], to_table([good, bad], SPEC)):
+            with pytest.raises(ValueError, match=r"sample 'run/0/1/0' has \d+ bytes, a row group holds 1875"):
+                writer.write(call, step=0)
         writer.write([good], step=0)
         writer.commit(0)
-    assert list(TraceDataset(tmp_path)) == [good]
+    assert list(TraceDataset(tmp_path)) == [staged, good]
 
 
 def test_a_footer_that_lies_about_encodings(tmp_path: Path) -> None:
