@@ -66,6 +66,9 @@ binary value per row; `numpy.frombuffer(b"".join(row["routed_experts"]), "{dtype
 `[rows, routers, chosen]`, and row i is the routing of token `route_start + i`. `storage.TraceDataset` of moe-rollout
 decodes and checks the rows, and joins rewards that were annotated later. Steps that were archived have columns of their
 own and need it; the others are `load_dataset("parquet", data_files="PATH-OF-THIS-DIRECTORY/step-*/*.parquet")`.
+
+`TraceDataset` follows no symbolic links, which is what the Hugging Face cache is made of. Download from the Hub with
+`huggingface_hub.snapshot_download(REPOSITORY, repo_type="dataset", local_dir="traces")` and open `"traces"`.
 """
 
 

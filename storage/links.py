@@ -25,8 +25,17 @@ def refuse_links(root: Path, name: str) -> None:
 
 
 def link_problem(path: Path | str) -> str:
-    """How messages name a link."""
-    return f"{path} is a symbolic link, which a dataset must not hold; put what it points to in its place"
+    """How messages name a link, and what to do about it."""
+    return f"{path} is a symbolic link, which a dataset must not hold; {_remedy(os.readlink(path))}"
+
+
+def _remedy(target: str) -> str:
+    if "blobs" in PurePosixPath(target).parts:  # as in huggingface_hub's cache, whose files are not for us to change
+        return (
+            "it leads into the Hugging Face cache: download the dataset with "
+            'huggingface_hub.snapshot_download(..., repo_type="dataset", local_dir="traces"), which makes files'
+        )
+    return "put what it points to in its place"
 
 
 def links_below(root: Path) -> Iterator[str]:

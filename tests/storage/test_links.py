@@ -60,6 +60,24 @@ def test_what_is_read_through_a_link_is_refused_and_reported(root: Path, name: s
     assert tree(outside) == before
 
 
+def test_a_snapshot_in_the_hugging_face_cache_is_to_be_downloaded_elsewhere(made: Path, tmp_path: Path) -> None:
+    """`snapshots/<commit>` holds directories, and for each file a relative link to `blobs/<digest>`."""
+    repository = tmp_path / "datasets--me--traces"
+    snapshot, blobs = repository / "snapshots" / "5c0f5c0f", repository / "blobs"
+    blobs.mkdir(parents=True)
+    for number, file in enumerate(sorted(path for path in made.rglob("*") if path.is_file())):
+        link = snapshot / file.relative_to(made)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blobs / str(number))
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    remedy = r'symbolic link.*huggingface_hub\.snapshot_download\(.*, repo_type="dataset", local_dir="traces"\)'
+    with pytest.raises(DamagedDataError, match=remedy) as caught:
+        TraceDataset(snapshot)
+    assert "put what it points to" not in str(caught.value)
+    assert 'snapshot_download(REPOSITORY, repo_type="dataset", local_dir=' in (made / "README.md").read_text()
+    assert verify_dataset(shutil.copytree(snapshot, tmp_path / "local")) == []  # what local_dir makes of it
+
+
 @pytest.mark.parametrize("name", [*READ[1:], "_staging"])
 def test_verify_names_each_link_once(root: Path, name: str) -> None:
     lead_out(root, name)
