@@ -30,7 +30,9 @@ class EngineLife:
         self.rehearsed = False
         self.refused: str | None = None  # why this engine takes no weights in place
         self._dead: str | None = None
-        self._strange = False  # dead, because it answers with other weights than ours
+        self._strange = 0  # times that a server was found to have other weights than ours
+        self._strangest = ""  # what was found the last time
+        self._condemned = False  # dead by an update of ours: its version says no more
         self._lost: str | None = None  # alive again, but without its weights
         self._beyond_help = False
         self._updating = False
@@ -58,34 +60,56 @@ class EngineLife:
             logger.warning("%s counts as dead: %s", self._adapter.capabilities.engine, why)
             self._dead = why
 
-    async def check(self) -> None:
-        """`ready`, and ask the engine first: one that was started again behind our back has other weights."""
+    async def check(self) -> int:
+        """`ready`, and ask the engine first: one that was started again behind our back has other weights.
+
+        Returns:
+            How often it was found with other weights so far, for `settle`.
+        """
         if self._dead is None and not self._updating:
             await self._compare()
         await self.ready()
+        return self._strange
 
     async def _compare(self) -> None:
         need = self.version
         try:
             found = await self._adapter.weight_version()
-        except (EngineError, ValueError) as error:
+            strange = f"it has weight version {found}, need {need}" if found != need else None
+        except EngineError as error:
             self.died(str(error))
             return
-        if found != need and need == self.version and not self._updating:
-            self._strange = True
-            self.died(f"it has weight version {found}, need {need}")
+        except ValueError as error:  # broken by another client's update, or named by hand
+            strange = str(error)
+        if strange is not None and need == self.version and not self._updating:
+            self._is_strange(strange)
+            self.died(strange)
 
-    async def settle(self) -> None:
+    def _is_strange(self, why: str) -> None:
+        self._strange, self._strangest = self._strange + 1, why
+
+    async def settle(self, noted: int) -> None:
         """Behind the last answer of a call: were all of the weights that they are labelled with?
+
+        Other calls may have found strange weights under this one, and the engine may be dead of them or have ours again
+        by now: so it is counted, from what `check` returned when the call began.
 
         Raises:
             EngineDeadError: others updated the engine meanwhile, or it was started again.
         """
-        if self._adapter.capabilities.version_spans or self._dead is not None or self._updating:
+        if not self._others_load:
             return
-        await self._compare()
-        if self._dead is not None and self._strange:
-            raise EngineDeadError(f"{self._dead} when the call ended: which answers are of which weights is not known")
+        if not self._updating and not self._condemned:
+            await self._compare()
+        if self._strange != noted:
+            raise EngineDeadError(
+                f"{self._strangest}, found before the call ended: which answers are of which weights is not known"
+            )
+
+    @property
+    def _others_load(self) -> bool:
+        """Whether answers can be of weights that others loaded, without saying so."""
+        return not self._adapter.owned and not self._adapter.capabilities.version_spans
 
     async def ready(self) -> None:
         """Return when the engine can sample from the current weights.
@@ -118,12 +142,13 @@ class EngineLife:
         except (EngineError, ValueError) as error:
             raise EngineDeadError(f"this engine is dead: {self._dead}; start it again: {error}") from error
         logger.warning("%s is back with weight version %d", self._adapter.capabilities.engine, self.version)
-        self._dead, self._strange = None, False
+        self._dead, self._condemned = None, False
 
     async def _catch_up(self, found: int) -> None:
         """Bring an engine that has just opened with version `found` to ours."""
         if found == self.version and not (self._updated and found == 0):
             return
+        self._is_strange(f"it has weight version {found}, need {self.version}")
         if found != 0 or not self._updated:
             raise EngineError(f"it has weight version {found}, need {self.version}: others updated it, connect anew")
         if self._source is None:
@@ -140,6 +165,8 @@ class EngineLife:
         Raises:
             EngineDeadError: it failed, and the engine counts as dead; or it was dead and could not be brought back.
         """
+        if self._dead is None and self._others_load:
+            await self._compare()  # the last time that calls under way can learn of it
         await self._alive()
         self._updating = True
         try:
@@ -156,7 +183,7 @@ class EngineLife:
             self._updating = False
 
     async def _failed(self, why: str) -> None:
-        self._dead = why
+        self._dead, self._condemned = why, True
         try:
             await self._adapter.condemn()
         except EngineDeadError:

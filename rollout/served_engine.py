@@ -110,8 +110,8 @@ class ServedBackend(UpdatesByHalves):
         self._check_open()
         if any(request.start is not None for request in requests):
             raise ValueError(f"{self.info.not_forced}: it cannot continue recorded traces")
-        self._loop.call(self._life.check())
-        return ServedStream(self, self.info.spec, requests)
+        noted = self._loop.call(self._life.check())
+        return ServedStream(self, self.info.spec, requests, noted)
 
     def start(self, request: SampleRequest, outbox: Outbox) -> Future[None]:
         """Begin one request; its trace arrives in `outbox`, also when the handle is cancelled."""
@@ -119,9 +119,9 @@ class ServedBackend(UpdatesByHalves):
         handle.add_done_callback(lambda ended: account_for(ended, request, outbox))
         return handle
 
-    def settle(self) -> None:
+    def settle(self, noted: int) -> None:
         """See `EngineLife.settle`."""
-        self._loop.call(self._life.settle())
+        self._loop.call(self._life.settle(noted))
 
     def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
         """End samples that wait or run; they come back with finish_reason "abort".

@@ -25,8 +25,8 @@ class Requests(Protocol):
     def start(self, request: SampleRequest, outbox: Outbox) -> Future[None]:
         """Begin one request; its trace arrives in `outbox`, also when the handle is cancelled."""
 
-    def settle(self) -> None:
-        """Called behind the last trace; raises when traces may be of other weights than they say."""
+    def settle(self, noted: int) -> None:
+        """Called behind the last trace; raises when traces may be of other weights than they say. See `EngineLife`."""
 
     def end(self, requests: Sequence[SampleRequest]) -> None:
         """Abort those of the requests that have not ended."""
@@ -35,8 +35,8 @@ class Requests(Protocol):
 class ServedStream(Iterator[FinishedTrace]):
     """The traces of one `ServedBackend.stream` call; at most `window` are begun and not taken."""
 
-    def __init__(self, backend: Requests, spec: RoutingSpec, requests: Sequence[SampleRequest]) -> None:
-        self._backend, self._spec = backend, spec
+    def __init__(self, backend: Requests, spec: RoutingSpec, requests: Sequence[SampleRequest], noted: int) -> None:
+        self._backend, self._spec, self._noted = backend, spec, noted
         self._pending = deque(requests)
         self._outbox: Outbox = queue.SimpleQueue()
         self._begun: dict[str, tuple[SampleRequest, Future[None]]] = {}
@@ -52,7 +52,7 @@ class ServedStream(Iterator[FinishedTrace]):
         if not self._begun:
             if not self._settled:
                 self._settled = True
-                self._backend.settle()
+                self._backend.settle(self._noted)
             raise StopIteration
         trace = self._outbox.get()
         del self._begun[trace.sample_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from rollout.engine_reply import EngineDeadError
+from rollout.engine_versions import CONDEMNED
 from storage import TraceDataset
-from tests.engines.answers import PARAMS, PROMPTS, assert_faithful
+from tests.engines.answers import PARAMS, PROMPTS, assert_faithful, requests_of
 from tests.engines.fakes import FakeSglang
 
 
@@ -82,9 +84,83 @@ def test_weights_that_others_change_under_a_call_fail_it_and_commit_nothing(conn
         versions = [t.weight_version for t in client.sample([[5, 7]] * 8, sampling_params=PARAMS)]
         assert set(versions) == {5, int(found) if found != "default" else 0}
         return
-    with pytest.raises(EngineDeadError, match=r"has weight version \d, need 5 when the call ended: which answers are"):
+    with pytest.raises(EngineDeadError, match=r"version \d, need 5, found before the call ended: which answers"):
         client.sample([[5, 7]] * 8, sampling_params=PARAMS)
     assert len(TraceDataset(tmp_path / "traces")) == 0
+
+
+def one_more(client):
+    """Another call; it may fail."""
+    with contextlib.suppress(EngineDeadError):
+        list(client.backend.stream(requests_of(client, 1, "other")))
+
+
+def connection_breaks(server):
+    server.cut.update({"/inference/v1/generate": 1, "/v1/completions": 1})
+
+
+def another_call_finds_another_clients_update(server, client, newer):
+    server.version = "9"
+    one_more(client)
+
+
+def another_call_finds_a_server_that_was_started_again_and_reloads(server, client, newer):
+    server.forget()
+    one_more(client)
+
+
+def its_own_request_finds_a_server_that_was_started_again(server, client, newer):
+    server.forget()
+    connection_breaks(server)
+
+
+def an_update_of_ours_finds_another_clients(server, client, newer):
+    server.version = "9"
+    with pytest.raises(EngineDeadError, match="others updated it"):
+        client.update_weights(newer, version=6)
+    server.version = "5"
+
+
+def another_clients_update_fails(server, client, newer):
+    server.version = CONDEMNED
+
+
+UNDER_A_CALL = [
+    another_call_finds_another_clients_update,
+    another_call_finds_a_server_that_was_started_again_and_reloads,
+    its_own_request_finds_a_server_that_was_started_again,
+    an_update_of_ours_finds_another_clients,
+    another_clients_update_fails,
+]
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+@pytest.mark.parametrize("answers", [2, 3])
+@pytest.mark.parametrize("meanwhile", UNDER_A_CALL)
+def test_strange_weights_fail_every_call_that_ran_then_whoever_found_them(connect, server, newer, meanwhile, answers):
+    """With two answers the call ends behind what happens, with three it goes on."""
+    client = connect(max_running_requests=1)
+    client.update_weights(newer, version=5)
+    stream = client.backend.stream(requests_of(client, answers))
+    next(stream)
+    meanwhile(server, client, newer)
+    with pytest.raises(EngineDeadError, match=r"found before the call ended: which answers are of which weights"):
+        list(stream)
+    server.version = "5"
+    list(client.backend.stream(requests_of(client, 2, "next")))
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_call_goes_on_over_a_broken_connection_and_over_an_update_of_this_client(connect, server, newer):
+    client = connect(max_running_requests=1)
+    client.update_weights(newer, version=5)
+    stream = client.backend.stream(requests_of(client, 4))
+    next(stream)
+    connection_breaks(server)
+    assert "the connection broke" in next(stream).trace.error
+    assert next(stream).trace.weight_version == 5
+    client.update_weights(newer, version=6)
+    assert [finished.trace.weight_version for finished in stream] == [6]
 
 
 def test_a_failed_update_leaves_a_dead_engine_for_every_client_until_it_is_started_again(connect, server, newer):
