@@ -26,11 +26,14 @@ def refuse_links(root: Path, name: str) -> None:
 
 def link_problem(path: Path | str) -> str:
     """How messages name a link, and what to do about it."""
-    return f"{path} is a symbolic link, which a dataset must not hold; {_remedy(os.readlink(path))}"
+    return f"{path} is a symbolic link, which a dataset must not hold; {_remedy(path)}"
 
 
-def _remedy(target: str) -> str:
-    if "blobs" in PurePosixPath(target).parts:  # as in huggingface_hub's cache, whose files are not for us to change
+def _remedy(path: Path | str) -> str:
+    target = ""
+    with suppress(OSError):  # it has just been removed
+        target = os.readlink(path)
+    if "blobs" in PurePosixPath(target).parts:  # of huggingface_hub's cache, whose files are not for users to change
         return (
             "it leads into the Hugging Face cache: download the dataset with "
             'huggingface_hub.snapshot_download(..., repo_type="dataset", local_dir="traces"), which makes files'
@@ -39,9 +42,10 @@ def _remedy(target: str) -> str:
 
 
 def links_below(root: Path) -> Iterator[str]:
-    """Every symbolic link below `root`, which is walked without following any; in order of their paths."""
+    """Every symbolic link below `root`, which is walked without following any; in order of their paths. What cannot be
+    looked into is passed over: whoever reads what the dataset has there is told."""
     entries: list[os.DirEntry[str]] = []
-    with suppress(FileNotFoundError, NotADirectoryError):  # a writer has just published or removed it
+    with suppress(OSError):  # it has just been published or removed; or nobody may look, as in lost+found, or can
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     for entry in entries:
         if entry.is_symlink():

@@ -133,17 +133,23 @@ class LocalStore:
 
     def committed(self) -> dict[str, Stamp]:
         """See `Store`. Looks again until no folder came or went meanwhile: a pack may have replaced steps. Links are
-        listed, not followed: whoever reads what they name is told."""
+        listed, not followed, and so are folders that we may not look into: whoever reads what they name is told."""
         found: dict[str, Stamp] = {}
         folders, before = self._folders(), [("", False)]
         while folders != before:
             found = {}
             for name, is_link in folders:
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    status = os.lstat(f"{self.root}/{name}" if is_link else f"{self.root}/{name}/{MANIFEST_FILE}")
-                    found[name] = Stamp(status.st_size, status.st_mtime_ns)
+                    found[name] = self._stamp(name, is_link)
             folders, before = self._folders(), folders
         return found
+
+    def _stamp(self, name: str, is_link: bool) -> Stamp:
+        try:
+            status = os.lstat(f"{self.root}/{name}" if is_link else f"{self.root}/{name}/{MANIFEST_FILE}")
+        except PermissionError:
+            status = os.lstat(f"{self.root}/{name}")
+        return Stamp(status.st_size, status.st_mtime_ns)
 
     def _folders(self) -> list[tuple[str, bool]]:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root) as entries:
