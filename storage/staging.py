@@ -13,10 +13,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import re
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +35,8 @@ from storage.trace import RoutingSpec
 
 logger = logging.getLogger(__name__)
 _STAGING = "_staging"
+LIVE_S = 3600.0
+"""A writer of another host that has written within the last hour is taken for alive."""
 _ENTRY = re.compile(r"(?:\d{9,}|dataset|file|pack|dropped)-(?P<host>.+)-[0-9a-f]{32}")
 
 
@@ -93,27 +97,40 @@ def dead_staging(root: Path, *, all_hosts: bool = False) -> list[Path]:
 
 
 def foreign_staging(root: Path) -> list[str]:
-    """Staging of other hosts that nobody on this one holds, one text each, with what is needed to judge it.
+    """Staging of other hosts that nobody on this one holds, one text each, with what is needed to judge it. What was
+    written within the last hour is taken for a live writer's, and only logged.
 
     >>> foreign_staging(Path("traces"))
     ['traces/_staging/000000007-pod-1-...: of a writer on host pod-1, last written 2026-11-30T12:00:00+00:00, 2147483648
     bytes; if no writer runs there any more, `moe-rollout verify traces --repair --all-hosts` removes it']
     """
-    entries = [entry for entry in dead_staging(root, all_hosts=True) if _host(entry) != socket.gethostname()]
-    return [report for entry in entries if (report := _foreign(root, entry))]
+    if not (root / _STAGING).is_dir():
+        return []
+    with staging_lock(root):
+        entries = [entry for entry in sorted((root / _STAGING).iterdir()) if _is_foreign(entry)]
+    reports = [report for entry in entries if (report := _foreign(entry))]
+    for text in [text for age, text in reports if age < LIVE_S]:
+        logger.info("%s", text)
+    remedy = f"if no writer runs there any more, `moe-rollout verify {root} --repair --all-hosts` removes it"
+    return [f"{text}; {remedy}" for age, text in reports if age >= LIVE_S]
 
 
-def _foreign(root: Path, entry: Path) -> str | None:
+def _foreign(entry: Path) -> tuple[float, str] | None:
+    """Seconds since it was last written, as far as that can be seen, and a text; None when a writer here holds it."""
+    written, text = -math.inf, f"{entry}: of a writer on host {_host(entry)}"
     try:
-        found = [path.stat() for path in [entry, *entry.rglob("*")]]
+        written = entry.lstat().st_mtime
+        if not _is_unlocked(entry):
+            return None
+        found = [path.lstat() for path in [entry, *entry.rglob("*")]]
+        written = max(stat.st_mtime for stat in found)
+        size = sum(stat.st_size for stat in found if S_ISREG(stat.st_mode))
     except FileNotFoundError:  # its writer lives, and has published or removed it at this moment
         return None
-    written = datetime.fromtimestamp(max(stat.st_mtime for stat in found), UTC).isoformat(timespec="seconds")
-    size = sum(stat.st_size for stat in found if S_ISREG(stat.st_mode))
-    return (
-        f"{entry}: of a writer on host {_host(entry)}, last written {written}, {size} bytes; if no writer runs there "
-        f"any more, `moe-rollout verify {root} --repair --all-hosts` removes it"
-    )
+    except OSError as error:  # of another user, or of a file server that has forgotten it
+        return time.time() - written, f"{text}, which cannot be judged ({error.strerror})"
+    when = datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
+    return time.time() - written, f"{text}, last written {when}, {size} bytes"
 
 
 def clean_staging(root: str | os.PathLike[str], *, all_hosts: bool = False) -> list[Path]:
@@ -187,10 +204,24 @@ def _host(entry: Path) -> str | None:
     return match and match["host"]
 
 
+def _is_foreign(entry: Path) -> bool:
+    return _host(entry) not in (None, socket.gethostname())
+
+
 def _is_dead(entry: Path, all_hosts: bool) -> bool:
-    host = _host(entry)
-    if host is None or (host != socket.gethostname() and not all_hosts):
+    """False too, and logged, for one of another host that cannot be judged: no reason to stop a writer of this one."""
+    if _host(entry) is None or (_is_foreign(entry) and not all_hosts):
         return False
+    try:
+        return _is_unlocked(entry)
+    except OSError as error:
+        if not _is_foreign(entry):
+            raise
+        logger.warning("%s is left: it cannot be judged (%s)", entry, error)
+        return False
+
+
+def _is_unlocked(entry: Path) -> bool:
     if entry.is_symlink():
         return True
     try:

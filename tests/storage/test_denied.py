@@ -81,6 +81,78 @@ def test_permission_denied_in_mid_step(open_folder: Path, where: str) -> None:
     assert_whole(open_folder)
 
 
+ANOTHERS = """
+import os, sys
+from pathlib import Path
+from storage import TraceDataset, TraceWriter
+from tests.storage.builders import SPEC, commit, make_traces
+
+root = Path(sys.argv[1])
+commit(root, 0)
+os.umask(0o077)
+elsewhere = root / "_staging" / f"000000001-another-host-{'0' * 32}"
+elsewhere.mkdir()
+os.utime(elsewhere, (86_400, 86_400))
+if os.getuid() == 0:
+    root.chmod(0o777)
+    (root / "_staging").chmod(0o777)
+    os.setuid(65534)
+else:
+    elsewhere.chmod(0)
+with TraceWriter(root, SPEC) as writer:
+    writer.write(make_traces(1), step=1)
+    writer.commit(1)
+print(TraceDataset(root).verify())
+elsewhere.exists() and os.getuid() != 65534 and elsewhere.chmod(0o700)
+"""
+
+
+def test_staging_of_another_user_on_another_host_does_not_stop_a_writer(open_folder: Path) -> None:
+    command = [sys.executable, "-c", ANOTHERS, str(open_folder)]
+    output = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "another-host, which cannot be judged (Permission denied); if no writer runs there" in output
+    (open_folder / "_staging" / f"000000001-another-host-{'0' * 32}").rmdir()
+    assert_whole(open_folder)
+
+
+UNREADABLE = """
+import os, sys
+from pathlib import Path
+from storage import DamagedDataError, TraceDataset
+from tests.storage.builders import commit, make_traces
+
+root = Path(sys.argv[1])
+commit(root, 0, 1)
+TraceDataset(root).annotate(0, {"run/0/0/0": {"reward": 1.0}})
+TraceDataset(root).verify()  # all that is imported late is imported while we may
+(root / "lost+found").mkdir()
+closed = [root / "lost+found", root / "step-000000001", root / "_annotations" / "step-000000000"]
+if os.getuid() == 0:
+    for path in (root, root / "_staging"):
+        path.chmod(0o777)
+for path in closed:
+    path.chmod(0o700 if os.getuid() == 0 else 0)
+os.getuid() or os.setuid(65534)
+for problem in TraceDataset(root).verify():
+    print(problem)
+try:
+    list(TraceDataset(root).iter(1))
+except DamagedDataError as error:
+    print(error)
+for path in closed:
+    os.getuid() == 65534 or path.chmod(0o700)
+"""
+
+
+def test_verify_names_what_this_user_cannot_look_into_if_it_belongs_to_the_dataset(open_folder: Path) -> None:
+    command = [sys.executable, "-c", UNREADABLE, str(open_folder)]
+    output = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    annotations, step, read = output.splitlines()
+    assert annotations == f"[Errno 13] Permission denied: '{open_folder}/_annotations/step-000000000'"
+    assert step.startswith(f"{open_folder}/step-000000001/_manifest.json: PermissionError: ")
+    assert read == step
+
+
 FULL = """
 import errno, shutil, sys
 from pathlib import Path

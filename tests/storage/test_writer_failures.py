@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,3 +203,48 @@ def test_cleaning_spares_live_writers_and_other_hosts(tmp_path: Path, caplog: py
         assert clean_staging(tmp_path, all_hosts=True) == [elsewhere]
         writer.commit(0)
     assert TraceDataset(tmp_path).verify() == []
+
+
+def stage_elsewhere(root: Path) -> Path:
+    """An open step of a writer on another host that has just written to it."""
+    elsewhere = root / "_staging" / f"000000001-another-host-{'0' * 32}"
+    elsewhere.mkdir()
+    (elsewhere / "part-00000.staging").write_bytes(b"half")
+    return elsewhere
+
+
+def test_a_dataset_is_sound_while_a_writer_of_another_host_writes_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(tmp_path, 0)
+    elsewhere = stage_elsewhere(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert TraceDataset(tmp_path).verify() == []
+    (record,) = (record for record in caplog.records if str(elsewhere) in record.message)
+    assert (record.levelname, "4 bytes" in record.message) == ("INFO", True)
+    for age, problems in ((3500, 0), (3700, 1)):
+        for path in (elsewhere / "part-00000.staging", elsewhere):
+            os.utime(path, (time.time() - age,) * 2)
+        assert len(TraceDataset(tmp_path).verify()) == problems
+
+
+def test_staging_that_the_file_server_has_forgotten_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(tmp_path, 0)
+    elsewhere = stage_elsewhere(tmp_path)
+    os.utime(elsewhere, (86_400, 86_400))
+    real = os.open
+
+    def stale(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path) == elsewhere:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", stale)
+    TraceWriter(tmp_path, SPEC).close()
+    text = f"{elsewhere}: of a writer on host another-host, which cannot be judged (Stale file handle); if no writer"
+    assert text in caplog.text
+    assert [problem[: len(text)] for problem in TraceDataset(tmp_path).verify()] == [text]
+    assert clean_staging(tmp_path, all_hosts=True) == []
+    assert f"{elsewhere} is left: it cannot be judged" in caplog.text
