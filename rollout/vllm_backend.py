@@ -57,7 +57,7 @@ class VllmHttp:
         check_version("vLLM", number, MIN_VERSION)
         self.capabilities = self._capabilities(f"vLLM {number}")
         (served, *_) = (await self._http.call("GET", "/v1/models"))["data"]
-        self._name, self.own_weights = served["id"], served.get("root") or self.model.path
+        self._name = served["id"]
         self.model.check_served(served.get("root"))
         self.max_sequence_tokens = int(served.get("max_model_len") or self.max_sequence_tokens)
         self._version = await self.weight_version()
@@ -76,11 +76,16 @@ class VllmHttp:
                 f"{sure.logprobs[0]:.4g}, need 0; --logprobs-mode processed_logprobs is missing"
             )
         try:
-            await self._rpc("can_load")
+            (found, *_) = (await self._rpc("can_load"))["results"]
         except EngineError as error:
             raise ValueError(
                 f"it cannot load weights in place, --worker-extension-cls or VLLM_SERVER_DEV_MODE is missing: {error}"
             ) from error
+        if "model" not in found:
+            raise ValueError(
+                f"its LoadExtension says {found}, need its model: install the moe-rollout of this client there"
+            )
+        self.own_weights = found["model"]
 
     async def generate(self, request: SampleRequest, request_id: str) -> EngineReply:
         """One sequence through the chosen endpoint."""

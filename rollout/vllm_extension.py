@@ -16,12 +16,15 @@ class LoadExtension:
     model_runner: Any
     vllm_config: Any
 
-    def can_load(self) -> dict[str, bool]:
-        """Changes nothing: a client asks it when it connects, so that a server without this extension is named then."""
-        return {"can_load": True}
+    def can_load(self) -> dict[str, str]:
+        """The model that `load_checkpoint` loads again: with HF_HUB_OFFLINE=1 vLLM makes a directory of a hub id.
+
+        Changes nothing: a client asks it when it connects, so that a server without this extension is named then.
+        """
+        return {"model": str(self.vllm_config.model_config.model)}
 
     def load_checkpoint(self, path: str) -> dict[str, int]:
-        """Load every safetensors file of a directory, or of the hub id that this engine was started with.
+        """Load every safetensors file of a directory, or of the hub id that `can_load` says.
 
         Raises:
             FileNotFoundError: there is none; nothing was touched.

@@ -66,7 +66,7 @@ class VllmInProcess:
     def __init__(self, model: EngineModel, options: Mapping[str, Any]) -> None:
         require_vllm()
         self.model, self._options = model, dict(options)
-        self.own_weights, self.max_sequence_tokens = model.path, model.max_positions
+        self.max_sequence_tokens = model.max_positions
         self.capabilities = vllm_capabilities("vLLM", no_stop=IN_PROCESS, version_spans=False)
         self._waiting: dict[str, _Waiting] = {}
         self._version = self._steps = 0
@@ -81,6 +81,11 @@ class VllmInProcess:
         self._version = 0
         await sing(self.generate, self.model, greedy_requests(self.model.vocab_size))
         return self._version
+
+    @property
+    def own_weights(self) -> str:
+        """As vLLM names it: with HF_HUB_OFFLINE=1 the directory that it made of a hub id."""
+        return self.model.path if self._engine is None else str(self._engine.vllm_config.model_config.model)
 
     @property
     def progress(self) -> int:

@@ -56,6 +56,8 @@ class FakeServer:
         admin_key: the only one that SGLang's admin routes take; None when `key` does.
         raw_logprobs: vLLM's default, and an option of SGLang: logprobs before filters and temperature.
         extended: vLLM's workers have our methods.
+        model_path: what it was started with.
+        loads_from: the directory that vLLM made of it, a hub id with HF_HUB_OFFLINE=1.
         seen: (path, body, headers) of all requests.
         peak: the most requests that generated at once.
     """
@@ -79,7 +81,7 @@ class FakeServer:
         self.seen: list[tuple[str, Any, Any]] = []
         self.version, self.weights, self.loads = "default", "start", 0
         self.running = self.peak = 0
-        self.model_path = ""
+        self.model_path = self.loads_from = ""
         self.held: dict[str, asyncio.Event] = {}
         self.port = 0
         self.start()
@@ -143,7 +145,7 @@ class FakeServer:
 
     def load(self, path: str) -> None:
         self.loads += 1
-        self.weights = "start" if path == self.model_path else path
+        self.weights = "start" if path == (self.loads_from or self.model_path) else path
         self.weights += str(self.loads) if self.drifts else ""
 
     async def draw(self, prompt: list[int], count: int, seed: int, request_id: str) -> tuple[Drawn, str]:
@@ -310,6 +312,9 @@ class FakeVllm(FakeServer):
         if not self.extended or (self.fail_update and body["method"] == "load_checkpoint"):
             return web.json_response(VLLM["update_missing"], status=500)
         if body["method"] == "can_load":
-            return {"results": [{"can_load": True}]}
-        self.load(body["kwargs"]["path"])
+            return {"results": [{"model": self.loads_from or self.model_path}]}
+        path = body["kwargs"]["path"]
+        if path != (self.loads_from or self.model_path) and not Path(path).is_dir():
+            return web.json_response(VLLM["update_missing"], status=500)
+        self.load(path)
         return VLLM["collective_rpc_update"]

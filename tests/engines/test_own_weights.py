@@ -15,6 +15,7 @@ from rollout.engine_model import describe_model
 from rollout.served_engine import ServedBackend
 from rollout.served_weights import check_checkpoint
 from rollout.vllm_extension import LoadExtension
+from rollout.vllm_in_process import VllmInProcess
 from rollout.vllm_load import load
 from tests.engines.fake_adapter import OwnedEngine
 
@@ -42,6 +43,31 @@ def test_a_server_that_has_its_model_elsewhere_rehearses_with_its_own_path(conne
     bodies = [body for path, body, _ in server.seen if path in ("/collective_rpc", "/update_weights_from_disk")]
     paths = [body.get("model_path") or body["kwargs"].get("path") for body in bodies]
     assert [path for path in paths if path] == ["/on/the/server", str(model)]
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_vllm_that_made_a_directory_of_its_hub_id_rehearses_with_that(connect, server, model):
+    """As with HF_HUB_OFFLINE=1: /v1/models goes on to name the hub id."""
+    server.model_path, server.loads_from = HUB_ID, "/cache/snapshots/abc"
+    client = connect()
+    client.update_weights(model, version=1)
+    loaded = [body["kwargs"].get("path") for path, body, _ in server.seen if path == "/collective_rpc"]
+    assert loaded == [None, "/cache/snapshots/abc", str(model)]
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_vllm_with_the_extension_of_another_release_is_named(connect, server, monkeypatch):
+    monkeypatch.setattr(server, "rpc", lambda body, _: {"results": [{"can_load": True}]})
+    with pytest.raises(ValueError, match="need its model: install the moe-rollout of this client there"):
+        connect()
+
+
+def test_vllm_in_process_says_what_it_made_of_a_hub_id(hub_model, monkeypatch):
+    monkeypatch.setattr("rollout.vllm_in_process.require_vllm", lambda: None)
+    adapter = VllmInProcess(hub_model, {})
+    config = SimpleNamespace(model="/cache/snapshots/abc")
+    adapter._engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
+    assert adapter.own_weights == "/cache/snapshots/abc"
 
 
 def test_names_of_checkpoint_files_and_of_the_state_dict_are_both_taken(hub_model, model, tmp_path):
@@ -81,6 +107,7 @@ def test_vllms_worker_finds_the_files_of_its_hub_id(model, tmp_path):
     (repository / "snapshots").mkdir()
     (repository / "snapshots" / "abc").symlink_to(model)
     worker = Worker(tmp_path)
+    assert worker.can_load() == {"model": HUB_ID}
     assert worker.load_checkpoint(HUB_ID) == {"files": 1}
     assert "model.norm.weight" in worker.loaded
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in another/model"):
