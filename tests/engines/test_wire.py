@@ -207,17 +207,30 @@ def made(**changes) -> Trace:
     return Trace(**fields | changes)
 
 
-def test_a_layer_of_zeros_is_refused_also_where_one_expert_is_chosen():
-    """With K = 1 no id is double, and the other layers are not zero."""
+def test_a_layer_of_zeros_is_refused_where_several_experts_are_chosen_and_noted_where_one_is(caplog):
+    """A top-1 router may send all of a text to expert 0; that every router does is no model, but routes of nobody."""
     spec = RoutingSpec.uniform(num_sites=3, num_experts=8, top_k=1)
     routes = np.random.default_rng(0).integers(0, 8, (80, 3, 1))
     trace = made(prompt_ids=list(range(79)), routed_experts=routes)
-    validate_trace(trace, spec)
+    assert validate_trace(trace, spec) is trace
+    assert caplog.messages == []
     routes[:, 1] = 0
-    with pytest.raises(ValueError, match=r"run/0/0-0/0.*every id of site 1 .* is 0 in 80 rows: that layer was not"):
-        validate_trace(made(prompt_ids=list(range(79)), routed_experts=routes), spec)
-    short = made(prompt_ids=list(range(20)), routed_experts=routes[:21])
-    assert validate_trace(short, spec) is short
+    trace = made(prompt_ids=list(range(79)), routed_experts=routes)
+    np.testing.assert_array_equal(validate_trace(trace, spec).routed_experts, routes)
+    (message,) = caplog.messages
+    assert message.startswith("trace 'run/0/0-0/0': site 1 (")
+    assert "chose expert 0 in all of 80 rows" in message
+    validate_trace(made(prompt_ids=list(range(20)), routed_experts=routes[:21]), spec)
+    assert caplog.messages == [message]
+    with pytest.raises(ValueError, match=r"every id of its 80 rows is 0: routes were not captured"):
+        validate_trace(made(prompt_ids=list(range(79)), routed_experts=np.zeros_like(routes)), spec)
+    pairs = np.random.default_rng(0).permuted(np.tile(np.arange(8), (80, 3, 1)), axis=-1)[:, :, :2]
+    pairs[:, 1] = 0
+    with pytest.raises(ValueError, match=r"site 1 \(.*an id twice in row 0: \[0, 0\]; was that row captured at all"):
+        validate_trace(
+            made(prompt_ids=list(range(79)), routed_experts=pairs),
+            RoutingSpec.uniform(num_sites=3, num_experts=8, top_k=2),
+        )
 
 
 @pytest.mark.parametrize(
