@@ -36,6 +36,14 @@ class Place(NamedTuple):
         return self.file.sample_ids[self.start : self.stop]
 
 
+class Rows(NamedTuple):
+    """The same without the sample ids, which are most of a manifest."""
+
+    name: str
+    start: int
+    stop: int
+
+
 class Catalog:
     """The committed steps of a dataset as they were at the last `refresh`. Manifests are read when needed. A
     pickled one takes along what it knows of the steps; manifests and index it reads again.
@@ -48,6 +56,7 @@ class Catalog:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._cached = lru_cache(MANIFESTS_IN_MEMORY)(self._read)
+        self._rows: dict[int, tuple[str, Stamp, list[Rows]]] = {}
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,6 +85,7 @@ class Catalog:
         self.superseded = [name for step, name in own.items() if step in packed or step < first]
         self.superseded += [name for name in packs if name not in self._folders.values()]
         self.steps = sorted(self._folders)
+        self._rows = {step: rows for step, rows in self._rows.items() if step in self._folders}
 
     def __contains__(self, step: object) -> bool:
         return step in self._folders
@@ -99,6 +109,17 @@ class Catalog:
         for extent in self.manifest(folder).extents(step):
             yield Place(f"{folder}/{extent.file.path}", *extent)
 
+    def rows(self, step: int) -> list[Rows]:
+        """The same, remembered for every step that was asked for: whoever jumps between thousands of steps reads each
+        manifest once."""
+        folder = self.folder(step)
+        stamp = self._stamps[folder]
+        known = self._rows.get(step)
+        if known is None or known[:2] != (folder, stamp):
+            places = [Rows(place.name, place.start, place.stop) for place in self.places(step)]
+            known = self._rows[step] = folder, stamp, places
+        return known[2]
+
     def sample_ids(self, step: int) -> list[str]:
         """The samples of `step`, in the order they were written."""
         return [sample_id for place in self.places(step) for sample_id in place.sample_ids]
@@ -111,18 +132,24 @@ class Catalog:
         """Samples of each of the steps; a manifest is read only where the index does not know it as it is now."""
         index, counts = self.index(), []
         for folder, group in groupby(steps, self.folder):
-            if step_of_folder(folder) is not None and folder in index.samples:
-                counts += [index.samples[folder] for _ in group]
+            if step_of_folder(folder) is not None:
+                known = index.samples.get(folder)
+                counts += [self._count(step) if known is None else known for step in group]
             else:
                 listed = dict(self.manifest(folder).steps)
                 counts += [listed[step] for step in group]
         return counts
 
-    def find(self, sample_id: str) -> tuple[Place, int] | None:
-        """The file and the row in it of a sample. What an index says is looked up in the manifest."""
-        places = (place for step in self._candidates(sample_id) for place in self.places(step))
-        found = next((place for place in places if sample_id in place.sample_ids), None)
-        return None if found is None else (found, found.file.sample_ids.index(sample_id, found.start))
+    def _count(self, step: int) -> int:
+        return sum(rows.stop - rows.start for rows in self.rows(step))
+
+    def find(self, sample_id: str) -> tuple[str, int, int] | None:
+        """The file of a sample, its row in it, and its step. What an index says is looked up in the manifest."""
+        for step in self._candidates(sample_id):
+            for place in self.places(step):
+                if sample_id in place.sample_ids:
+                    return place.name, place.file.sample_ids.index(sample_id, place.start), step
+        return None
 
     def retry(self, read: Callable[[], T]) -> T:
         """What `read` returns; if it misses a file, once more after a refresh: steps may have been compacted since."""

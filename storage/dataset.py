@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.annotations import Annotations, write_annotation
-from storage.catalog import Catalog, Place
+from storage.catalog import Catalog
 from storage.compact import archive, compact, remove_superseded
 from storage.manifest import read_promises, read_spec
 from storage.promises import SlotOrder
@@ -133,7 +133,7 @@ class TraceDataset:
         Raises:
             KeyError: a sample is not in the dataset.
         """
-        return read_rows(self._sources, (Row(*self._find(sample_id)) for sample_id in sample_ids))
+        return read_rows(self._sources, (self._find(sample_id) for sample_id in sample_ids))
 
     def scan(
         self, columns: Sequence[str] | None = None, filter: pc.Expression | None = None, step: Steps = None
@@ -229,11 +229,11 @@ class TraceDataset:
         """Every problem found by `storage.verify.verify_dataset`; empty when the dataset is sound."""
         return verify_dataset(self.root)
 
-    def _find(self, sample_id: str) -> tuple[Place, int]:
+    def _find(self, sample_id: str) -> Row:
         found = self._sources.catalog.find(sample_id)
         if found is None:
             raise self._absent(sample_id)
-        return found
+        return Row(*found, sample_id)
 
     def _absent(self, sample_id: str) -> KeyError:
         return KeyError(f"{sample_id!r} is not among the {len(self)} samples of {self.root}")

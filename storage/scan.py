@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 from storage.annotations import Annotations, join
-from storage.catalog import Catalog, Place
+from storage.catalog import Catalog, Place, Rows
 from storage.errors import MissingDataError
 from storage.filters import both, columns_with
 from storage.part import ROW_GROUP_SAMPLES
@@ -32,10 +32,12 @@ class Sources(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of one part file."""
+    """One row of one part file; its sample id, or its number in the step, finds it again after a compaction."""
 
-    place: Place
+    name: str
     row: int
+    step: int
+    sample: str | int
 
 
 class _Opened(NamedTuple):
@@ -57,26 +59,26 @@ def read_sample(sources: Sources, sample_id: str) -> Trace | None:
 
     def read() -> Trace | None:
         found = sources.catalog.find(sample_id)
-        return None if found is None else next(_read_run(sources, [Row(*found)]))
+        return None if found is None else next(_read_run(sources, [Row(*found, sample_id)]))
 
     return sources.catalog.retry(read)
 
 
 def rows_at(sources: Sources, numbers: Iterable[tuple[int, int]]) -> Iterator[Row]:
-    """Where samples lie that are given as (step, number within the step); what is known of one step is in memory."""
+    """Where samples lie that are given as (step, number within the step)."""
     for step, group in groupby(numbers, lambda pair: pair[0]):
         places = _places(sources, step)
         ends = list(accumulate(place.stop - place.start for place in places))
         for _, number in group:
             place = places[index := bisect_right(ends, number)]
-            yield Row(place, place.stop - ends[index] + number)
+            yield Row(place.name, place.stop - ends[index] + number, step, number)
 
 
-def _places(sources: Sources, step: int) -> list[Place]:
+def _places(sources: Sources, step: int) -> list[Rows]:
     try:
-        return sources.catalog.retry(lambda: list(sources.catalog.places(step)))
+        return sources.catalog.retry(lambda: sources.catalog.rows(step))
     except KeyError as error:
-        raise _dropped(sources, error) from error
+        raise dropped(sources, error) from error
 
 
 def read_rows(sources: Sources, rows: Iterable[Row]) -> Iterator[Trace]:
@@ -84,18 +86,24 @@ def read_rows(sources: Sources, rows: Iterable[Row]) -> Iterator[Trace]:
     for run in _runs(rows):
         try:
             yield from list(_read_run(sources, run))
-        except MissingDataError:  # compacted since, perhaps: the sample ids still lead to the samples
+        except MissingDataError:  # compacted since, perhaps
             sources.catalog.refresh()
-            for place, row in run:
-                if (trace := read_sample(sources, place.file.sample_ids[row])) is None:
+            for row in run:
+                if (trace := _read_again(sources, row)) is None:
                     raise
                 yield trace
 
 
+def _read_again(sources: Sources, row: Row) -> Trace | None:
+    if isinstance(row.sample, str):
+        return read_sample(sources, row.sample)
+    where = [(row.step, row.sample)]
+    return sources.catalog.retry(lambda: next(_read_run(sources, list(rows_at(sources, where)))))
+
+
 def _read_run(sources: Sources, run: Sequence[Row]) -> Iterator[Trace]:
-    place = run[0].place
-    with PartReader.open(sources.store, place.name, sources.spec) as part:
-        facts = sources.annotations.of(step for step, _ in sources.catalog.manifest(place.folder).steps)
+    with PartReader.open(sources.store, run[0].name, sources.spec) as part:
+        facts = sources.annotations.of(row.step for row in run)
         for table in part.tables(run[0].row, run[-1].row + 1):
             yield from part.decode(join(table, facts) if facts else table)
 
@@ -103,7 +111,7 @@ def _read_run(sources: Sources, run: Sequence[Row]) -> Iterator[Trace]:
 def _runs(rows: Iterable[Row]) -> Iterator[list[Row]]:
     run: list[Row] = []
     for row in rows:
-        if run and (len(run) == ROW_GROUP_SAMPLES or row != Row(run[-1].place, run[-1].row + 1)):
+        if run and (len(run) == ROW_GROUP_SAMPLES or (row.name, row.row) != (run[-1].name, run[-1].row + 1)):
             yield run
             run = []
         run.append(row)
@@ -143,10 +151,11 @@ def _open_together(sources: Sources, steps: list[int], stack: ExitStack) -> list
     try:
         return sources.catalog.retry(lambda: _open(sources, steps, stack))
     except KeyError as error:
-        raise _dropped(sources, error) from error
+        raise dropped(sources, error) from error
 
 
-def _dropped(sources: Sources, step: KeyError) -> ValueError:
+def dropped(sources: Sources, step: KeyError) -> ValueError:
+    """For the KeyError of a step that the catalog knows no longer."""
     return ValueError(f"step {step} of {sources.store.url('')} was dropped while it was read; refresh() shows the rest")
 
 

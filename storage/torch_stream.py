@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from storage.order import Mixed, ReaderOrder
-from storage.scan import Sources, read_rows, rows_at
+from storage.scan import Sources, dropped, read_rows, rows_at
 from storage.trace import Trace
 
 
@@ -86,10 +86,13 @@ class TraceStream(IterableDataset[Trace]):
         return zip(left(), read_rows(self._sources, rows_at(self._sources, numbers)), strict=True)
 
     def _count(self) -> list[int]:
-        """Samples of each step. They never change, so they are counted once."""
+        """Samples of each step; ValueError when one was dropped. They never change, so they are counted once."""
         if self._counts is None:
             catalog = self._sources.catalog
-            self._counts = catalog.retry(lambda: catalog.counts(self._steps))
+            try:
+                self._counts = catalog.retry(lambda: catalog.counts(self._steps))
+            except KeyError as error:
+                raise dropped(self._sources, error) from error
         return self._counts
 
     def _reader(self) -> tuple[int, int]:

@@ -144,12 +144,49 @@ def test_the_order_of_ten_million_samples_takes_a_few_bytes_for_sixteen_of_them(
     assert peak < 12e6  # the permutation of 630,000 blocks alone is 5 MB
 
 
+def write_steps(root: Path, samples: int, steps: int = 8) -> None:
+    with TraceWriter(root, SPEC) as writer:
+        for step in range(steps):
+            writer.write(make_traces(step, samples), step=step)
+            writer.commit(step)
+
+
+def test_a_stream_that_jumps_between_many_steps_reads_each_manifest_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.catalog.MANIFESTS_IN_MEMORY", 2)
+    write_steps(tmp_path, samples=40)
+    read: list[str] = []
+
+    def noted(store: Any, folder: str) -> Manifest:
+        read.append(folder)
+        return read_manifest(store, folder)
+
+    monkeypatch.setattr("storage.catalog.read_manifest", noted)
+    stream = TraceDataset(tmp_path).torch(shuffle_buffer=4)
+    first, second = ids(stream), ids(stream)
+    assert sorted(first) == sorted(second) == sorted(trace.sample_id for s in range(8) for trace in make_traces(s, 40))
+    assert sum(a.split("/")[1] != b.split("/")[1] for a, b in pairwise(first)) > 16  # it does jump
+    assert sorted(read) == [f"step-{step:09d}" for step in range(8)]
+
+
+def test_a_step_that_was_dropped_is_named(tmp_path: Path) -> None:
+    write_steps(tmp_path, samples=2, steps=3)
+    dataset, begun = TraceDataset(tmp_path), TraceDataset(tmp_path)
+    stream = dataset.torch()
+    reading = iter(begun.torch())
+    assert next(reading).sample_id == "run/0/0/0"
+    TraceDataset(tmp_path).keep_from(2)
+    dataset.refresh()
+    with pytest.raises(ValueError, match=f"step 0 of {tmp_path} was dropped while it was read; refresh"):
+        list(stream)
+    with pytest.raises(ValueError, match=f"step 1 of {tmp_path} was dropped while it was read; refresh"):
+        list(reading)
+
+
 def test_a_stream_keeps_no_more_manifests_than_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.catalog.MANIFESTS_IN_MEMORY", 2)
-    with TraceWriter(tmp_path, SPEC) as writer:
-        for step in range(8):
-            writer.write(make_traces(step, 2), step=step)
-            writer.commit(step)
+    write_steps(tmp_path, samples=2)
     read: list[weakref.ref] = []
 
     def noted(*arguments: Any) -> Manifest:
