@@ -50,6 +50,7 @@ class HttpEngine:
         except OSError as error:  # ssl.SSLError is one
             raise ValueError(f"ca_file is {ca_file!r}, need a PEM file with certificates: {error}") from error
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def call(
         self,
@@ -106,6 +107,8 @@ class HttpEngine:
         return _decoded(text, where)
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineDeadError(f"{self.url}: this client is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
@@ -117,7 +120,8 @@ class HttpEngine:
         return self._session
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, for good."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 

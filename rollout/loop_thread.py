@@ -22,15 +22,23 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()  # between "is it stopped?" and handing work to the loop
+        self._stopped = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Begin it; behind `stop` it is cancelled, and nothing is begun."""
+        with self._lock:
+            if not self._stopped:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        refused: Future[T] = Future()
+        refused.cancel()
+        return refused
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, or its exception."""
+        """Its result, or its exception; CancelledError of concurrent.futures when `stop` came before its end."""
         return self.submit(work).result()
 
     def soon(self, function: Callable[[], Any]) -> None:
@@ -39,7 +47,9 @@ class LoopThread:
 
     def stop(self) -> None:
         """Cancel what is left, and end the thread."""
-        self.call(self._cancel_all())
+        with self._lock:
+            self._stopped = True
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

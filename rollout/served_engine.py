@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -110,7 +110,11 @@ class ServedBackend(UpdatesByHalves):
         self._check_open()
         if any(request.start is not None for request in requests):
             raise ValueError(f"{self.info.not_forced}: it cannot continue recorded traces")
-        noted = self._loop.call(self._life.check())
+        try:
+            noted = self._loop.call(self._life.check())
+        except CancelledError:
+            self._check_open()
+            raise
         return ServedStream(self, self.info.spec, requests, noted)
 
     def start(self, request: SampleRequest, outbox: Outbox) -> Future[None]:
@@ -120,8 +124,8 @@ class ServedBackend(UpdatesByHalves):
         return handle
 
     def settle(self, noted: int) -> None:
-        """See `EngineLife.settle`."""
-        self._loop.call(self._life.settle(noted))
+        """See `EngineLife.settle`; nothing when this is closed: what ran was aborted, whoever closed it knows."""
+        self._unless_closed(lambda: self._life.settle(noted))
 
     def abort(self, sample_ids: Sequence[str] | Literal["all"]) -> None:
         """End samples that wait or run; they come back with finish_reason "abort".
@@ -156,8 +160,8 @@ class ServedBackend(UpdatesByHalves):
             pause = min(2 * pause, 32 * AGAIN_SECONDS)
 
     def end(self, requests: Sequence[SampleRequest]) -> None:
-        """`abort` for those of the requests that have not ended."""
-        self._loop.call(self._end({request.sample_id for request in requests}))
+        """`abort` for those of the requests that have not ended; `close` has ended all."""
+        self._unless_closed(lambda: self._end({request.sample_id for request in requests}))
 
     async def _end(self, sample_ids: set[str]) -> None:
         await self._abort(sorted(sample_ids & self._tasks.keys()))
@@ -184,6 +188,9 @@ class ServedBackend(UpdatesByHalves):
 
     async def _sample(self, request: SampleRequest, outbox: Outbox) -> None:
         request_id = new_request_id()
+        if self._closed:  # behind the cancellations of `_shut`, and before the end of the loop
+            outbox.put(failed_trace(request, "abort", None))
+            return
         if request.sample_id in self._tasks:
             raise ValueError("a sample of this id is under way")
         self._tasks[request.sample_id] = cast("asyncio.Task[None]", asyncio.current_task())
@@ -301,6 +308,16 @@ class ServedBackend(UpdatesByHalves):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._life.close()
+
+    def _unless_closed(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do it; when this is closed, or gets closed meanwhile, return."""
+        if self._closed:
+            return
+        try:
+            self._loop.call(work())
+        except CancelledError:
+            if not self._closed:
+                raise
 
     def _check_open(self) -> None:
         if self._closed:
