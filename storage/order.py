@@ -14,6 +14,8 @@ from itertools import chain
 import numpy as np
 
 BLOCK = 16
+ORDER = 2
+"""Number of this order, for states that are kept: one more whenever the same integers lead to another order."""
 
 
 class ReaderOrder:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from storage.order import Mixed, ReaderOrder
+from storage.order import ORDER, Mixed, ReaderOrder
 from storage.scan import Sources, dropped, read_rows, rows_at
 from storage.trace import Trace
 
@@ -49,7 +49,13 @@ class TraceStream(IterableDataset[Trace]):
         return {"epoch": self._epoch, "yielded": self._yielded} | self._arguments(reader, readers)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the last trace of `state`; ValueError when this stream is another one."""
+        """Go on after the last trace of `state`; ValueError when this stream is another one, or visits the samples in
+        another order than the release that saved the state."""
+        if (order := state.get("order")) != ORDER:
+            raise ValueError(
+                f"this state was saved by a release whose streams have another order ({order}, here {ORDER}), so what "
+                f"it has yielded cannot be told; set_epoch({state.get('epoch', 0)}) starts that epoch again"
+            )
         expected = self._arguments(*self._reader())
         if different := {k: (state.get(k), v) for k, v in expected.items() if state.get(k) != v}:
             raise ValueError(f"this state is of another stream; (in the state, here): {different}")
@@ -103,5 +109,6 @@ class TraceStream(IterableDataset[Trace]):
     def _arguments(self, reader: int, readers: int) -> dict[str, Any]:
         samples = sum(self._count())
         return {
-            "reader": reader, "readers": readers, "seed": self._seed, "shuffle_buffer": self._buffer, "samples": samples
+            "order": ORDER, "reader": reader, "readers": readers,
+            "seed": self._seed, "shuffle_buffer": self._buffer, "samples": samples,
         }  # fmt: skip

@@ -100,6 +100,15 @@ def test_a_state_of_another_stream_is_refused(dataset: TraceDataset) -> None:
         dataset.torch(shuffle_buffer=8, world_size=2).load_state_dict(state)
 
 
+def test_a_state_of_a_release_with_another_order_is_refused(dataset: TraceDataset) -> None:
+    stream = dataset.torch(shuffle_buffer=8)
+    state = stream.state_dict() | {"epoch": 3, "yielded": 5}
+    assert state.pop("order") == 2  # the first order had no number
+    for old, number in ((state, "None"), (state | {"order": 1}, "1")):
+        with pytest.raises(ValueError, match=rf"another order \({number}, here 2\).*set_epoch\(3\) starts that epoch"):
+            stream.load_state_dict(old)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [({"rank": 2, "world_size": 2}, r"rank 2 is not in \[0, 2\)"), ({"shuffle_buffer": -1}, "shuffle_buffer is -1")],
