@@ -94,6 +94,10 @@ class Catalog:
         """The folder that holds `step`."""
         return self._folders[step]
 
+    def stamp(self, folder: str) -> Stamp | None:
+        """Of the manifest of a folder; None when there is none."""
+        return self._stamps.get(folder)
+
     @property
     def folders(self) -> set[str]:
         """The folders that hold the steps."""

@@ -9,6 +9,7 @@ import numpy as np
 from storage.catalog import Catalog
 from storage.errors import DatasetError
 from storage.index import sample_hash
+from storage.store import Stamp
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class CommittedSamples:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._index = catalog.index()
-        self._seen: set[int] = set()
+        self._seen: dict[int, Stamp | None] = {}  # of steps whose hashes are here
         self._hashes, self._steps = (
             np.zeros(0, np.uint64),
             np.zeros(0, np.int64),
@@ -37,6 +38,7 @@ class CommittedSamples:
         self._catalog.retry(self._add_new)
 
     def _add_new(self) -> None:
+        self._forget_changed()
         known = self._index.samples
         new = [
             step for step in self._catalog.steps if step not in self._seen and self._catalog.folder(step) not in known
@@ -48,7 +50,19 @@ class CommittedSamples:
         steps = np.concatenate([self._steps, np.repeat(np.array(new, np.int64), [len(part) for part in hashes])])
         order = np.argsort(every, kind="stable")
         self._hashes, self._steps = every[order], steps[order]
-        self._seen.update(new)
+        self._seen |= {step: self._stamp(step) for step in new}
+
+    def _forget_changed(self) -> None:
+        """What is known of folders that are gone. A step that was removed may be written again, with other samples."""
+        stamp_of, index = self._catalog.stamp, self._index
+        index.samples = {name: count for name, count in index.samples.items() if stamp_of(name) == index.stamps[name]}
+        kept = {step: stamp for step, stamp in self._seen.items() if self._stamp(step) == stamp}
+        if len(kept) < len(self._seen):
+            rows = np.isin(self._steps, list(kept))
+            self._hashes, self._steps, self._seen = self._hashes[rows], self._steps[rows], kept
+
+    def _stamp(self, step: int) -> Stamp | None:
+        return self._catalog.stamp(self._catalog.folder(step)) if step in self._catalog else None
 
     def step_of(self, sample_id: str) -> int | None:
         """The step that holds the sample, as of the last `refresh`. What a hash points to is looked up."""

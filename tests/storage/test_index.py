@@ -126,3 +126,24 @@ def test_ids_of_one_hash_are_told_apart_and_a_committed_one_is_still_refused(
             writer.write([again], step=3)
         assert writer._committed._hashes.tolist() == [7] * 6
     assert len(TraceDataset(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_writer_knows_the_samples_of_a_step_that_was_removed_and_written_again(tmp_path: Path, indexed: bool) -> None:
+    commit(tmp_path, 0)
+    if indexed:
+        TraceDataset(tmp_path).build_index()
+    with TraceWriter(tmp_path, SPEC) as long, TraceWriter(tmp_path, SPEC) as other:
+        long.write(make_traces(1), step=1)
+        long.commit(1)
+        shutil.rmtree(tmp_path / "step-000000000")
+        long.write(make_traces(2), step=2)  # it sees that step 0 is gone
+        other.write([make_trace(0, 7), make_trace(0, 8)], step=0)
+        other.commit(0)
+        twice = make_trace(0, 7)
+        twice.step = 3
+        with pytest.raises(DuplicateSampleError, match="'run/0/7/0' is committed in step 0"):
+            long.write([twice], step=3)
+        again = make_trace(0, 1)  # of the step 0 that is gone
+        again.step = 3
+        long.write([again], step=3)
