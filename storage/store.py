@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
@@ -159,23 +160,28 @@ class LocalStore:
     def create(self, name: str, data: bytes) -> None:
         """See `Store`. Written under `_staging`, linked into place."""
         with staging_lock(self.root):
-            temporary = new_entry(self.root, "file")
-            write_durably(temporary, data)
-            try:
+            with self._temporary(data) as temporary:
                 self.path(name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(temporary, self.path(name))
-            finally:
-                temporary.unlink()
             self._sync_parents(name)
 
     def replace(self, name: str, data: bytes) -> None:
         """See `Store`. Written under `_staging`, renamed into place."""
         with staging_lock(self.root):
-            temporary = new_entry(self.root, "file")
-            write_durably(temporary, data)
-            self.path(name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(temporary, self.path(name))
+            with self._temporary(data) as temporary:
+                self.path(name).parent.mkdir(parents=True, exist_ok=True)
+                os.rename(temporary, self.path(name))
             self._sync_parents(name)
+
+    @contextmanager
+    def _temporary(self, data: bytes) -> Iterator[Path]:
+        """A file in `_staging` that holds `data`; gone afterwards, whether it was moved or anything failed."""
+        temporary = new_entry(self.root, "file")
+        try:
+            write_durably(temporary, data)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """See `Store`. A folder is first renamed into `_staging`: no reader sees half of one."""

@@ -119,6 +119,7 @@ def test_no_file_is_replaced_through_a_link_and_no_lease_is_taken(root: Path) ->
     text = outside.read_text()
     with pytest.raises(DamagedDataError, match=r"_retention\.json is a symbolic link"):
         LocalStore(root).replace("_retention.json", b"x")
+    assert list((root / "_staging").iterdir()) == []
     (root / "_lease.json").symlink_to(outside)
     with pytest.raises(DamagedDataError, match=r"_lease\.json is a symbolic link"):
         Lease(root, "me")
