@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from rollout.backend import ModelInfo
 from rollout.capabilities import Capabilities
 from rollout.loader import eos_token_ids, load_config, load_tokenizer, meta_model
 from storage.trace import RoutingSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class EngineModel:
     model: Any
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
+    trust_remote_code: bool = False
 
     @property
     def has_tokenizer(self) -> bool:
@@ -52,14 +56,24 @@ class EngineModel:
         return layers[:, [site.layer for site in self.spec.sites]]
 
     def check_served(self, path: str | None) -> None:
-        """Refuse a server whose own checkpoint can be seen from here and is of another model.
+        """Refuse a server whose own checkpoint can be seen from here and is of another model, or broken.
+
+        A broken one is refused now, because it would be when weights are updated: the engine loads it again then, and
+        does not survive that. With `trust_remote_code` its own code is trusted as that of `path` is.
 
         Raises:
-            ValueError: with what differs. A path that is not on this machine says nothing.
+            ValueError: with what differs, or why it cannot be read. A path that is not on this machine says nothing.
         """
         if not path or not (Path(path) / "config.json").is_file() or Path(path).resolve() == Path(self.path).resolve():
             return
-        own, found = self._shape(), describe_model(path)._shape()
+        if self.trust_remote_code:
+            logger.warning("trust_remote_code=True: the server's model %r may run its own code in this process", path)
+        try:
+            own, found = self._shape(), _without_tokenizer(path, self.trust_remote_code)._shape()
+        except OSError as error:
+            raise ValueError(
+                f"its checkpoint {path!r} is seen from here too and cannot be read, mend it: {error.__cause__ or error}"
+            ) from error
         if wrong := [f"{name} {found[name]}, need {own[name]}" for name in own if found[name] != own[name]]:
             raise ValueError(f"its checkpoint {path!r} is of another model: it has {'; '.join(wrong)}")
 
@@ -80,6 +94,7 @@ class EngineModel:
             max_sequence_reason="the engine's limit" if limit < self.max_positions else "the model's positions",
             tokenizer_path=self.path if self.has_tokenizer else None,
             captures_routes=True,
+            trust_remote_code=self.trust_remote_code,
             not_forced=f"{capabilities.engine} cannot be told which routes to take",
             capabilities=capabilities,
         )
@@ -92,6 +107,10 @@ def describe_model(path: str, trust_remote_code: bool = False) -> EngineModel:
         FileNotFoundError, ValueError: there is no such model, it is dense, or has two routers in one layer, which the
             layer axis of vLLM and SGLang cannot hold.
     """
+    return replace(_without_tokenizer(path, trust_remote_code), tokenizer=load_tokenizer(path, trust_remote_code))
+
+
+def _without_tokenizer(path: str, trust_remote_code: bool) -> EngineModel:
     config = load_config(path, trust_remote_code)
     model = meta_model(path, config, trust_remote_code)
     spec, text = RoutingSpec.from_model(model), config.get_text_config()
@@ -105,6 +124,6 @@ def describe_model(path: str, trust_remote_code: bool = False) -> EngineModel:
         max_positions=int(getattr(text, "max_position_embeddings", None) or 2**31),
         num_layers=int(text.num_hidden_layers),
         model=model,
-        tokenizer=load_tokenizer(path, trust_remote_code),
         eos_token_ids=eos_token_ids(model),
+        trust_remote_code=trust_remote_code,
     )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from rollout import SamplingParams
 from rollout.engine_reply import EngineError
 from tests.engines.answers import PARAMS, missing
 from tests.engines.fakes import FakeSglang
+
+OWN_CODE = """
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+class Config(Qwen3MoeConfig):
+    model_type = "a_family_of_its_own"
+class Model(Qwen3MoeForCausalLM):
+    config_class = Config
+"""
 
 
 def test_the_key_is_sent_and_a_wrong_one_is_named(connect, server):
@@ -40,6 +53,50 @@ def test_a_server_with_fewer_experts_or_tokens_is_refused_where_its_checkpoint_i
     server.model_path = str(checkpoint("qwen3_moe", **change))
     with pytest.raises(ValueError, match=f"is of another model: it has {message}"):
         connect()
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"], indirect=True)
+def test_a_servers_checkpoint_that_is_seen_and_broken_is_named(connect, server, model, tmp_path):
+    server.model_path = str(shutil.copytree(model, tmp_path / "broken"))
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "qwen3_')
+    with pytest.raises(ValueError, match=r"its checkpoint '.*/broken' is seen from here too and cannot be read.* JSON"):
+        connect()
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_servers_tokenizer_is_not_looked_at(connect, server, model, tmp_path):
+    server.model_path = str(shutil.copytree(model, tmp_path / "served"))
+    (tmp_path / "served" / "tokenizer.json").write_text("{")
+    assert connect().sample([[5, 7]], sampling_params=PARAMS)[0].error is None
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+@pytest.mark.parametrize("vocab_size", [96, 64])
+def test_a_servers_checkpoint_with_code_of_its_own_is_read_when_that_is_trusted(
+    connect, server, model, tmp_path, monkeypatch, vocab_size, caplog
+):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    ours = with_own_code(model, tmp_path / "ours")
+    server.model_path = str(with_own_code(model, tmp_path / "served", vocab_size=vocab_size))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        connect(model=ours)
+    if vocab_size == 64:
+        with pytest.raises(ValueError, match="of another model: it has token ids 64, need 96"):
+            connect(model=ours, trust_remote_code=True)
+        return
+    client = connect(model=ours, trust_remote_code=True)
+    assert client.info.trust_remote_code
+    assert f"the server's model '{server.model_path}' may run its own code in this process" in caplog.text
+
+
+def with_own_code(model: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    config |= {"model_type": "a_family_of_its_own", "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(OWN_CODE)
+    return folder
 
 
 def test_an_old_server_is_refused(connect, server):
