@@ -17,13 +17,13 @@ from rollout.served_engine import ServedBackend
 from tests.engines.fake_adapter import OwnedEngine
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("cluster")]
-QUICK = Limits(chunk_samples=2, outstanding_chunks=2, stall_seconds=2.0)
+QUICK = Limits(chunk_samples=2, outstanding_chunks=2, stall_seconds=6.0)  # longer than a busy machine takes
 HANGS, SLOW = "run/0/2/0", "run/0/1/0"
 REQUESTS = [SampleRequest(f"run/0/{i}/0", 0, (5, i), SamplingParams(max_tokens=4, seed=3)) for i in range(6)]
 
 
 class Hanging(OwnedEngine):
-    """Stands still at one sample, the first time; another takes twice as long as a stall, but goes on."""
+    """Stands still at one sample, the first time; another takes longer than a stall, but goes on."""
 
     def __init__(self, model: EngineModel, journal: Path) -> None:
         super().__init__(model)
@@ -33,7 +33,7 @@ class Hanging(OwnedEngine):
         if request.sample_id == HANGS and not (self._journal / "hung").exists():
             (self._journal / "hung").touch()
             await asyncio.Event().wait()
-        for _ in range(40 if request.sample_id == SLOW else 0):
+        for _ in range(80 if request.sample_id == SLOW else 0):
             await asyncio.sleep(0.1)
             self.progress += 1
         return await super().generate(request, request_id)
