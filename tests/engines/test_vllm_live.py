@@ -90,10 +90,10 @@ def test_routes_and_logprobs_are_those_of_transformers(client, model, temperatur
     assert TraceDataset(client.root).verify() == []
 
 
-def test_an_aborted_request_keeps_its_rows(client, model):
-    """Aborted one after the other, so that on a slow machine too some have begun and not ended."""
+def aborted_one_by_one(client, step: int, pause: float) -> list:
+    """The traces with tokens of 16 requests that are aborted one after the other."""
     params = SamplingParams(max_tokens=190, seed=1, ignore_eos=True)
-    requests = client._requests.check([PROMPTS[1]] * 16, 1, params).requests(0, 0)
+    requests = client._requests.check([PROMPTS[1]] * 16, 1, params).requests(step, 0)
     stream = client.backend.stream(requests)
     found: list = []
     thread = threading.Thread(target=lambda: found.extend(stream))
@@ -101,12 +101,19 @@ def test_an_aborted_request_keeps_its_rows(client, model):
     while len(client.backend._running) < 16:
         thread.join(0.01)
     for request in requests:
-        thread.join(0.05)
+        thread.join(pause)
         client.backend.end([request])
     thread.join(60)
-    traces = [item.trace for item in found]
-    assert {trace.finish_reason for trace in traces} <= {"abort", "length"}
-    begun = [trace for trace in traces if trace.completion_ids]
+    assert {item.trace.finish_reason for item in found} <= {"abort", "length"}
+    return [item.trace for item in found if item.trace.completion_ids]
+
+
+def test_an_aborted_request_keeps_its_rows(client, model):
+    """Some must have begun and not ended: how long that takes depends on the machine and on what else it does."""
+    for step, pause in enumerate((0.05, 0.1, 0.02, 0.2, 0.4)):
+        begun = aborted_one_by_one(client, step, pause)
+        if "abort" in [trace.finish_reason for trace in begun]:
+            break
     assert "abort" in [trace.finish_reason for trace in begun]
     check(begun, load(model))
 

@@ -26,7 +26,7 @@ def test_an_actor_takes_updates_and_one_in_its_place_has_them_too(checkpoint: Ca
     for parameter in other.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     environment = {"env_vars": {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}}
-    ray.init(num_cpus=2, include_dashboard=False, namespace="vllm-live")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="vllm-live")
     traces = tmp_path / "traces"
     try:
         with RolloutClient.ray(

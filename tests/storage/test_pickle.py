@@ -105,7 +105,7 @@ def test_workers_of_an_object_store(url: str) -> None:
 RAY = """
 import ray, sys
 from storage import TraceDataset
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 count = ray.remote(lambda dataset: [t.sample_id for t in dataset])
 print(len(ray.get(count.remote(TraceDataset(sys.argv[1])))))
 """
