@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -130,7 +131,8 @@ def bench(options: argparse.Namespace) -> int:
     )
     if options.vllm:
         require_vllm()
-    results = run_bench(chosen)
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():  # vLLM logs to stdout
+        results = run_bench(chosen)
     if options.json:
         sys.stdout.write(json.dumps(to_json(results)) + "\n")
     else:

@@ -299,3 +299,11 @@ def test_counts_below_1_and_doubles_are_refused_before_a_model_is_made(
 ) -> None:
     assert main(["bench", option, value]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_what_engines_print_stays_out_of_the_json(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("rollout.bench.run_bench", lambda options: print("INFO loading") or {})
+    assert main(["bench", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {}
+    assert "INFO loading" in err
