@@ -36,7 +36,7 @@ class Drawn:
         layers, top_k, experts, vocab = shape
         rng = np.random.default_rng([*prompt, seed, *weights.encode()])
         self.ids = rng.integers(0, vocab, count).tolist()
-        self.logprobs = (-rng.random(count)).astype(np.float32)
+        self.logprobs = (-rng.uniform(0.05, 1.0, count)).astype(np.float32)
         scores = rng.random((len(prompt) + count - 1, layers, experts))
         self.routes = np.argsort(scores, axis=-1)[..., :top_k]
 

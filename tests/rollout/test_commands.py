@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,7 @@ def test_what_a_writer_of_another_host_left_is_named_and_removed_when_asked(
     commit(tmp_path, 0)
     left = tmp_path / "_staging" / f"000000001-pod-1-{'0' * 32}"
     left.mkdir()
+    os.utime(left, (86_400, 86_400))  # nobody wrote there for an hour
     assert main(["verify", str(tmp_path), "--repair"]) == 1
     printed = capsys.readouterr().out
     assert f"{left}: of a writer on host pod-1" in printed
