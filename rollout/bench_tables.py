@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.table import Column, Table
@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rollout.bench import Case
 from rollout.bench_peers import PEERS
 from rollout.bench_variants import SHARES, Measured
+from rollout.floor import CaseFloor
 from rollout.plain import plain
 
 RATIOS = (
@@ -94,27 +95,35 @@ def _shares_table(title: str, case: Case) -> Table:
 
 def _decode_floor(results: Mapping[str, Case]) -> Table:
     """How near a decode step comes to reading each byte that it needs once."""
-    columns = "dtype", "threads", "GB/s", "MB a step", "ms at least", "ms", "share"
-    out = _new("decode", *columns, title="floor of this machine")
-    for name, case in results.items():
-        floor, step = case.floor, median(case, "recording", "decode_ms")
-        assert floor is not None
-        figures = floor.machine.read / 1e9, floor.step_bytes / 1e6, floor.step_ms, step
-        shown = floor.dtype, str(floor.threads), *map(_number, figures), _percent(_share(floor.step_ms, step))
-        out.add_row(name, *shown)
-    return out
+    return _floor_table(
+        "decode", ("GB/s", "MB a step"), results, "decode_ms",
+        lambda floor: (floor.machine.read / 1e9, floor.step_bytes / 1e6, floor.step_ms),
+    )  # fmt: skip
 
 
 def _prefill_floor(results: Mapping[str, Case]) -> Table:
     """How near the prefill comes to the rate of a square matrix product."""
-    columns = "dtype", "threads", "GFLOP/s", "GFLOP", "ms at least", "ms", "share"
-    out = _new("prefill", *columns, title="floor of this machine")
+    return _floor_table(
+        "prefill", ("GFLOP/s", "GFLOP"), results, "prefill_ms",
+        lambda floor: (floor.machine.flops / 1e9, floor.prefill_flops / 1e9, floor.prefill_ms),
+    )  # fmt: skip
+
+
+def _floor_table(
+    what: str,
+    units: tuple[str, str],
+    results: Mapping[str, Case],
+    field: str,
+    needs: Callable[[CaseFloor], tuple[float, float, float]],
+) -> Table:
+    """`needs`: the machine's rate, what is needed of it, and the ms that this takes at least."""
+    out = _new(what, "dtype", "threads", *units, "ms at least", "ms", "share", title="floor of this machine")
     for name, case in results.items():
-        floor, took = case.floor, median(case, "recording", "prefill_ms")
+        floor, took = case.floor, median(case, "recording", field)
         assert floor is not None
-        figures = floor.machine.flops / 1e9, floor.prefill_flops / 1e9, floor.prefill_ms, took
-        shown = floor.dtype, str(floor.threads), *map(_number, figures), _percent(_share(floor.prefill_ms, took))
-        out.add_row(name, *shown)
+        rate, need, least = needs(floor)
+        numbers = map(_number, (rate, need, least, took))
+        out.add_row(name, floor.dtype, str(floor.threads), *numbers, _percent(_share(least, took)))
     return out
 
 

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollout.experts import Layout, experts_output
+from rollout.packed_experts import is_experts
 from rollout.parallel import ExpertRange, RankGroup
 from storage.sites import find_routers
 
@@ -123,11 +124,6 @@ def use_expert_parallel(model: Any, group: RankGroup, layout: Layout) -> None:
         if group.layout == "allgather":
             block.register_forward_pre_hook(functools.partial(_gather, group, name), with_kwargs=True)
             block.register_forward_hook(functools.partial(_own_rows, group))
-
-
-def is_experts(module: Any) -> bool:
-    """Whether a module's forward goes through transformers' experts interface."""
-    return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 
 def _holds_experts(module: Any) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from rollout.packed_experts import MIN_PACKED_ROWS, PROJECTIONS, pack_experts, packed_keep_bits
+from rollout.packed_experts import MIN_PACKED_ROWS, PROJECTIONS, is_experts, pack_experts, packed_keep_bits
 from rollout.router import wrap_forward
 
 MIN_ROWS = 16
@@ -118,7 +118,7 @@ def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups, an
         out[-padding:] = 0
     heights = [*groups.heights, padding]
     for expert, given, made in zip(groups.experts, rows.split(heights), out.split(heights), strict=False):
-        if any_product and len(given) <= FEW_ROWS and _is_few(given):
+        if any_product and _is_few(given):
             made.copy_(torch.mm(weight[expert], given.t()).t())
         elif packed is not None and (not any_product or packed.is_faster(len(given))):
             packed.product(given, expert, made)
@@ -131,7 +131,7 @@ def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups, an
 
 def _is_few(rows: torch.Tensor) -> bool:
     """MKL has slow fp32 kernels for a few short rows; of the transposed product it has fast ones."""
-    return len(rows) > 1 and rows.numel() <= FEW_VALUES and rows.dtype is torch.float32
+    return 1 < len(rows) <= FEW_ROWS and rows.numel() <= FEW_VALUES and rows.dtype is torch.float32
 
 
 def use_experts_implementation(model: Any, name: str, pack: bool = True) -> None:
@@ -145,7 +145,7 @@ def use_experts_implementation(model: Any, name: str, pack: bool = True) -> None
     if name == "batch_invariant_experts":
         packed = packed_keep_bits(model)
         for module in model.modules():
-            if hasattr(module, "has_gate"):
+            if is_experts(module):
                 _keep_bits(module, packed)
             elif type(module).__name__.endswith("Experts"):
                 wrap_forward(module, _with_padded_products)

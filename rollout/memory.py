@@ -1,4 +1,4 @@
-"""Memory of this process, as the kernel counts it."""
+"""Memory of this process, and what is left for it, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import os
 import resource
 import sys
 from pathlib import Path
+
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 def resident_bytes() -> int | None:
@@ -24,3 +29,19 @@ def resident_bytes() -> int | None:
 def peak_resident_bytes() -> int:
     """The most that they ever were."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take, of the machine and of its control group; 0 where nothing says so."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 0
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return min(int(fields["MemAvailable"].split()[0]) * 1024, *(left for left in map(_left, CGROUP_FILES)))
+
+
+def _left(files: tuple[str, str]) -> int:
+    limit, used = map(Path, files)
+    if not (limit.exists() and used.exists()) or (most := limit.read_text().strip()) == "max":
+        return sys.maxsize
+    return int(most) - int(used.read_text())

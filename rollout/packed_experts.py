@@ -9,20 +9,16 @@ that torch.compile emits for a linear layer whose weights are constant.
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from rollout.memory import available_bytes
 
 logger = logging.getLogger(__name__)
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 PACKED_FOR_ROWS = 16  # any number gives a valid order; this one was the fastest or near it from 1 to 256 rows
 MAX_SHARE_OF_MEMORY = 0.5
-CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 CHECKED_ROWS = 48
 MIN_FLOAT32_VALUES = 1 << 18
 MIN_PACKED_ROWS = 2  # a single row of a large weight has a kernel of its own, and other bits
@@ -49,7 +45,8 @@ class PackedWeight:
 
     def product(self, rows: torch.Tensor, expert: int, out: torch.Tensor) -> None:
         """Write `rows @ weight[expert].T` of `[rows, in]` into `out`."""
-        packed = self._packed.get(expert) if self._seen == self._state() else None
+        self._forget_if_changed()
+        packed = self._packed.get(expert)
         if packed is None:
             packed = self._pack(expert)
         out.copy_(torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], ""))
@@ -73,19 +70,21 @@ class PackedWeight:
 
     def pack(self) -> None:
         """Pack what is not packed, now rather than at the next product."""
-        state = self._state()
+        self._forget_if_changed()
         for expert in range(len(self._weight)):
-            if self._seen != state or expert not in self._packed:
+            if expert not in self._packed:
                 self._pack(expert)
 
     def forget(self) -> None:
         """Give the copy's memory back, until it is packed again."""
         self._packed.clear()
 
-    def _pack(self, expert: int) -> torch.Tensor:
+    def _forget_if_changed(self) -> None:
         if self._seen != (state := self._state()):
             self._packed.clear()
             self._seen = state
+
+    def _pack(self, expert: int) -> torch.Tensor:
         weight = self._weight[expert].t() if self._is_transposed else self._weight[expert]
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
         self._packed[expert] = packed
@@ -158,19 +157,3 @@ def _can_pack(weight: Any) -> bool:
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype is torch.float32 and weight[0].numel() >= MIN_FLOAT32_VALUES
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take, of the machine and of its control group; 0 where nothing says so."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return 0
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return min(int(fields["MemAvailable"].split()[0]) * 1024, *(left for left in map(_left, CGROUP_FILES)))
-
-
-def _left(files: tuple[str, str]) -> int:
-    limit, used = map(Path, files)
-    if not (limit.exists() and used.exists()) or (most := limit.read_text().strip()) == "max":
-        return sys.maxsize
-    return int(most) - int(used.read_text())

@@ -30,8 +30,8 @@ class Reporter:
     def stats(self) -> Figures:
         """All figures as they are now; see rollout/figures.py. Those of the last commit or step need one."""
         with self._lock:
-            own = {"commits_total": self._commits, "commit_seconds_total": self._seconds, **self._last}
-            own["encode_seconds_total"] = self._encoding
+            counted = {"encode_seconds_total": self._encoding, "commits_total": self._commits}
+            own = {**counted, "commit_seconds_total": self._seconds, **self._last}
         return {"samples_resubmitted_total": 0, **self._engines(), **own}
 
     def commit(self, commit: Callable[[], bool]) -> bool:

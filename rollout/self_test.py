@@ -169,11 +169,12 @@ def check_batch_invariance(runner: ModelRunner, reference: Reference, max_batch_
     full = min(max_batch_tokens, MAX_ROWS_INVARIANT) // len(tokens)
     for count, how in ((2, "beside another request"), (max(2, full), "in a full batch")):
         runner.resize(count * len(tokens))
-        logits = _run(runner, _works([tokens, *[tokens[::-1]] * (count - 1)], 0, len(tokens)))[0]
+        prompts = [tokens, *[tokens[::-1]] * (count - 1)]
+        logits = _run(runner, _works(prompts, 0, len(tokens)))[0]
         if not torch.equal(logits[: len(tokens)], whole):
             raise ValueError(_not_invariant(runner, how))
-        if not runner.whole_prompts and count * len(tokens) <= MAX_ROWS_INVARIANT:
-            last = _run(runner, _works([tokens, *[tokens[::-1]] * (count - 1)], len(tokens) - 1, 1))[0][:1]
+        if not runner.whole_prompts:
+            last = _run(runner, _works(prompts, len(tokens) - 1, 1))[0][:1]
             if not torch.equal(last, whole[-1:]):
                 raise ValueError(_not_invariant(runner, f"of a token {how}"))
 

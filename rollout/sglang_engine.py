@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from rollout.backend import SampleRequest
@@ -103,12 +104,9 @@ class SglangEngine:
         if not isinstance(source, Mapping):
             await self._load(str(source), version)
             return
-        saved = saved_directory(source, self.model)
-        folder = await asyncio.to_thread(saved.__enter__)
-        try:
+        with ExitStack() as stack:
+            folder = await asyncio.to_thread(stack.enter_context, saved_directory(source, self.model))
             await self._load(folder, version)
-        finally:
-            saved.__exit__(None, None, None)
 
     async def _load(self, path: str, version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

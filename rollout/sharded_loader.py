@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from rollout.expert_parallel import is_experts
+from rollout.packed_experts import is_experts
 from rollout.parallel import ExpertRange
 
 NUMBERED = re.compile(r"\.experts\.(\d+)\.")

@@ -27,10 +27,8 @@ class CommittedSamples:
         self._catalog = catalog
         self._index = catalog.index()
         self._seen: dict[int, Stamp | None] = {}  # of steps whose hashes are here
-        self._hashes, self._steps = (
-            np.zeros(0, np.uint64),
-            np.zeros(0, np.int64),
-        )  # ascending hashes, and whose they are
+        self._hashes = np.zeros(0, np.uint64)  # ascending
+        self._steps = np.zeros(0, np.int64)  # whose they are
 
     def refresh(self) -> None:
         """See what was committed since."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+RESTORE = "restore it, or remove its step and sample that again"
+"""What to do about a file that is damaged or missing."""
+
 
 class DatasetError(ValueError):
     """Base of the errors below."""

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from storage.archive import archive_schema, from_archive, is_archived, stored_names
 from storage.columns import PER_TOKEN
-from storage.errors import DamagedDataError, DatasetError, MissingDataError
+from storage.errors import RESTORE, DamagedDataError, DatasetError, MissingDataError
 from storage.filters import columns_with, may_match
 from storage.row_groups import check_row_group
 from storage.schema import check_same_spec, conform, from_table, spec_of, table_problems, trace_schema
@@ -110,8 +110,9 @@ class PartReader:
         with self._naming_the_file():
             fragment = pads.ParquetFileFormat(default_fragment_scan_options=options).make_fragment(self._file)
             groups = self._groups_with_matches(fragment, schema, filter)
+            read = {*columns, *columns_with([], filter)}
             for group in groups:
-                check_row_group(self._parquet.metadata, group, {*columns, *columns_with([], filter)}, self._pages)
+                check_row_group(self._parquet.metadata, group, read, self._pages)
             scanner = fragment.subset(row_group_ids=groups).scanner(
                 schema=schema,
                 columns=list(columns),
@@ -171,9 +172,7 @@ class PartReader:
         except DatasetError as error:
             raise type(error)(f"{self._url}: {error}") from error
         except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
-            raise DamagedDataError(
-                f"{self._url} is damaged ({error}); restore it, or remove its step and sample that again"
-            ) from error
+            raise DamagedDataError(f"{self._url} is damaged ({error}); {RESTORE}") from error
 
 
 def open_part(store: Store, name: str) -> Any:
@@ -181,6 +180,4 @@ def open_part(store: Store, name: str) -> Any:
     try:
         return store.open(name)
     except FileNotFoundError as error:
-        raise MissingDataError(
-            f"{store.url(name)} is missing; restore it, or remove its step and sample that again"
-        ) from error
+        raise MissingDataError(f"{store.url(name)} is missing; {RESTORE}") from error

@@ -11,13 +11,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from storage.errors import DamagedDataError
+from storage.errors import RESTORE, DamagedDataError
 from storage.page_headers import read_pages
 
 ROW_GROUP_SAMPLES = 16
 SEVERAL_SAMPLES_BYTES = 512 << 20  # a writer closes a row group at about 32 MiB, later when long samples come first
 ONE_SAMPLE_BYTES = 2 << 30
-_REMEDY = "restore it, or remove its step and sample that again"
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}  # what is not among them repeats values that are stored once
 
 
@@ -33,7 +32,7 @@ def check_row_group(
     found = metadata.row_group(group)
     if found.num_rows > ROW_GROUP_SAMPLES:
         raise DamagedDataError(
-            f"row group {group} has {found.num_rows} rows, a writer makes at most {ROW_GROUP_SAMPLES}; {_REMEDY}"
+            f"row group {group} has {found.num_rows} rows, a writer makes at most {ROW_GROUP_SAMPLES}; {RESTORE}"
         )
     limit = SEVERAL_SAMPLES_BYTES if found.num_rows > 1 else ONE_SAMPLE_BYTES
     chunks = (found.column(index) for index in range(found.num_columns))
@@ -43,7 +42,7 @@ def check_row_group(
         bytes_ = sum(_cost(*read_pages(file, chunk)) for chunk in chosen)
     if bytes_ > limit:
         raise DamagedDataError(
-            f"row group {group} may take {bytes_} bytes for {found.num_rows} rows, the limit is {limit}; {_REMEDY}"
+            f"row group {group} may take {bytes_} bytes for {found.num_rows} rows, the limit is {limit}; {RESTORE}"
         )
 
 

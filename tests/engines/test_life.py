@@ -47,6 +47,15 @@ def sample(backend: ServedBackend, count: int = 2, key: object = "") -> list:
     return [finished.trace for finished in backend.stream(requests)]
 
 
+def request_while_it_is_started(backend: ServedBackend, engine: OwnedEngine) -> queue.SimpleQueue:
+    """Where the answer will be; the start, for which it waits, is under way."""
+    outbox: queue.SimpleQueue = queue.SimpleQueue()
+    engine.opening.clear()
+    backend.start(SampleRequest("run/0/b/0", 0, (5, 7), PARAMS), outbox)
+    engine.opening.wait(20)
+    return outbox
+
+
 def assert_drawn(traces: list, weights: str, version: int) -> None:
     assert traces
     for trace in traces:
@@ -96,10 +105,7 @@ def test_its_progress_is_the_engines_own_and_none_is_expected_while_it_is_starte
     assert backend.progress == 3
     engine.dead, engine.start_seconds = True, 0.2
     sample(backend, 1)
-    outbox: queue.SimpleQueue = queue.SimpleQueue()
-    engine.opening.clear()
-    backend.start(SampleRequest("run/0/b/0", 0, (5, 7), PARAMS), outbox)
-    engine.opening.wait(20)
+    outbox = request_while_it_is_started(backend, engine)
     assert backend.progress is None
     outbox.get(timeout=20)
     assert backend.progress == 4
@@ -109,10 +115,7 @@ def test_closing_while_it_is_started_leaves_no_engine_behind(engine):
     backend = ServedBackend(engine)
     engine.dead, engine.start_seconds = True, 0.2
     sample(backend, 1)
-    outbox: queue.SimpleQueue = queue.SimpleQueue()
-    engine.opening.clear()
-    backend.start(SampleRequest("run/0/b/0", 0, (5, 7), PARAMS), outbox)
-    engine.opening.wait(20)
+    outbox = request_while_it_is_started(backend, engine)
     backend.close()
     assert outbox.get(timeout=20).finish_reason == "abort"
     assert (engine.starts, engine.opened) == (1, False)

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollout import RolloutClient, SamplingParams
+from rollout import SamplingParams
 from rollout.engine_reply import EngineDeadError
 from storage import TraceDataset
-from tests.engines.fakes import ADMIN, FakeSglang
+from tests.engines.fakes import ADMIN
 
 PARAMS = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
 
 
 @pytest.fixture
-def server(model: Path) -> Iterator[FakeSglang]:
-    server = FakeSglang()
-    server.model_path = str(model)
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def connect(server: FakeSglang, model: Path) -> Iterator[Callable[..., RolloutClient]]:
-    with ExitStack() as stack:
-
-        def make(**options: Any) -> RolloutClient:
-            return stack.enter_context(RolloutClient.connect(server.url, backend="sglang", model=model, **options))
-
-        yield make
+def engine() -> str:
+    return "sglang"
 
 
 def retracted(prompt: list[int], body: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,8 @@ from tests.engines.fakes import FakeVllm
 
 
 @pytest.fixture
-def server(model: Path) -> Iterator[FakeVllm]:
-    server = FakeVllm()
-    server.model_path = str(model)
-    yield server
-    server.stop()
+def engine() -> str:
+    return "vllm"
 
 
 def connect(server: FakeVllm, model: Path, api: str = "generate") -> RolloutClient:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout import packed_experts
+from rollout import memory, packed_experts
 from rollout.device_memory import ParkedWeights
 from rollout.experts import COMPACT, INVARIANT, Layout, experts_output, group_by_expert
 from rollout.packed_experts import PackedWeight, forget_packed, pack_experts, packed_keep_bits
@@ -150,16 +150,16 @@ def test_memory_left_is_between_nothing_and_all() -> None:
     import os
 
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < packed_experts.available_bytes() < total
+    assert 0 < memory.available_bytes() < total
 
 
 @pytest.mark.parametrize(("limit", "left"), [("max", None), ("1000000", 999_000)])
 def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch, limit, left) -> None:
     (tmp_path / "limit").write_text(limit)
     (tmp_path / "used").write_text("1000")
-    whole = packed_experts.available_bytes()
-    monkeypatch.setattr(packed_experts, "CGROUP_FILES", [(tmp_path / "limit", tmp_path / "used")])
-    found = packed_experts.available_bytes()
+    whole = memory.available_bytes()
+    monkeypatch.setattr(memory, "CGROUP_FILES", [(tmp_path / "limit", tmp_path / "used")])
+    found = memory.available_bytes()
     assert found == left if left is not None else found > whole / 2
 
 
