@@ -115,7 +115,8 @@ def broadcast_weights(
     >>> broadcast_weights(model.state_dict().items(), group)  # on rank 0
     >>> client.update_weights(receive_weights(group), version=1)  # on the engine's rank
 
-    When `named` fails half-way, the receivers are told and refuse the update. `src` is a global rank; gloo or NCCL.
+    Returns when every rank has received all of it: the trainer may then change its weights or end. When `named` fails
+    half-way, the receivers are told and refuse the update. `src` is a global rank; gloo or NCCL.
     """
     device = _device_of(group)
     done = False
@@ -128,6 +129,7 @@ def broadcast_weights(
         done = True
     finally:
         _broadcast(torch.tensor([_END if done else _GAVE_UP, 0]), device, group, src)
+        torch.distributed.barrier(group)  # all has arrived: a process that ends now drops nothing that is under way
 
 
 @_primed
@@ -141,14 +143,22 @@ def receive_weights(group: Any = None, src: int = 0) -> Generator[Any, None, Non
     lengths = [1, 0]  # not at the end yet
     try:
         yield
-        while (lengths := _receive(2, torch.int64, device, group, src).tolist())[0] > 0:
+        while (lengths := _receive_lengths(device, group, src))[0] > 0:
             yield from _receive_bucket(lengths, device, group, src).items()
         if lengths[0] == _GAVE_UP:
             raise RuntimeError("the sender of the weights gave up half-way; nothing was changed")
     finally:
         while lengths[0] > 0:
-            if (lengths := _receive(2, torch.int64, device, group, src).tolist())[0] > 0:
+            if (lengths := _receive_lengths(device, group, src))[0] > 0:
                 _receive_bucket(lengths, device, group, src)
+
+
+def _receive_lengths(device: torch.device, group: Any, src: int) -> list[int]:
+    """Bytes of the next bucket's header and buffer; at the end, the sender waits until every receiver is here."""
+    lengths: list[int] = _receive(2, torch.int64, device, group, src).tolist()
+    if lengths[0] <= 0:
+        torch.distributed.barrier(group)
+    return lengths
 
 
 def _receive_bucket(lengths: list[int], device: torch.device, group: Any, src: int) -> Bucket:

@@ -7,6 +7,7 @@ Each rank forwards its own half of `batch.pt`; rank 0 saves the full gradients, 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -39,8 +40,10 @@ def main(rank: int, checkpoint: str, directory: Path) -> None:
         gradients[name] = parameter.grad.full_tensor()
     if rank == 0:
         torch.save({"gradients": gradients, "report": replay.report().forced_rows}, directory / "out.pt")
+    dist.barrier()  # none closes its sockets while the other still works
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    os._exit(0)  # an interpreter that ends beside native threads may abort

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,12 +41,15 @@ def in_two_ranks(work: Callable[[int, str, str], None], *paths: Path) -> None:
 
 
 def _rank(rank: int, work: Callable[..., None], store: str, *paths: str) -> None:
+    faulthandler.enable()  # a rank that dies in native code says where
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         work(rank, *paths)
+        dist.barrier()  # none closes its sockets while the other still works
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # an interpreter that ends beside native threads may abort
 
 
 def changed(path: str) -> torch.nn.Module:
