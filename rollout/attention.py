@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from rollout.attention_plan import AttentionBatch, Group, Span
+from rollout.attention_plan import AttentionBatch, Group, NativeReads, Span
+from rollout.native import fit_attention
 from rollout.reach import Reach, causal_mask
 
 ATTENTION_NAME = "moe_rollout_slots"
@@ -23,6 +24,10 @@ HARMLESS = frozenset(
 
 class LatentCacheError(ValueError):
     """The model caches something smaller than keys and values and expands it after reading the cache."""
+
+
+class NativeAttentionError(ValueError):
+    """Our own kernels do not compute this attention: sinks, soft caps, head sizes that fill no vector, float16."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ def slot_attention(
     Raises:
         ValueError: for a keyword that would change the result and is not honoured, by name.
         LatentCacheError: the pool must be switched to latent mode for this model.
+        NativeAttentionError: the batch was planned for kernels that do not compute it.
     """
     unknown = sorted(name for name, given in keywords.items() if given is not None and name not in HARMLESS)
     if unknown or attention_mask is not None:
@@ -81,6 +87,9 @@ def slot_attention(
     if attention_batch.table is not None:
         return _by_table(query, keys, values, rule, attention_batch)[None], None
     out = query.new_zeros(query.shape[2], query.shape[1], values.shape[-1])
+    if attention_batch.native is not None:
+        found = _natively(query[0].transpose(0, 1), keys, values, rule, attention_batch.native)
+        out[: len(found)] = found
     for group in attention_batch.groups:
         q = query[0, :, group.start : group.end].unflatten(1, (-1, group.tokens)).transpose(0, 1)
         k, v = _strided(keys, group), _strided(values, group)
@@ -133,6 +142,15 @@ def _stores(
         if (given.shape[1], given.shape[3]) != stored.shape[1:]:
             raise LatentCacheError(f"{type(module).__name__} expands what it caches")
     return keys, values
+
+
+def _natively(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Rule, reads: NativeReads
+) -> torch.Tensor:
+    """`[tokens, heads, dim]` of the first tokens of a `[tokens, heads, dim]` query."""
+    if not rule.is_plain or not fit_attention(keys, values):
+        raise NativeAttentionError(f"attention over {keys.dtype} keys {list(keys.shape)}, {rule}")
+    return reads.kernels.attention(query[: len(reads.first)], keys, values, *reads.seen(rule.reach), rule.scale)
 
 
 def _by_table(

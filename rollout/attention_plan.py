@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch
 from rollout.device import Stream
 from rollout.experts import ROW_MULTIPLE
 from rollout.kv_pool import KVPool
+from rollout.native import NativeKernels
 from rollout.reach import Reach, causal_mask, decode_mask
 
 # Decodes share one kernel call while at most this share of the keys it reads is masked.
@@ -84,6 +86,36 @@ class DecodeTable(NamedTuple):
         return self.first[:, None] + torch.minimum(key, self.kv_lens[:, None] - 1)
 
 
+class NativeReads(NamedTuple):
+    """The first tokens of a batch, whose keys our own kernels read.
+
+    `first` and `kv_lens`, int64 `[tokens]`: the slot of the first key that a token may see, and the number of keys up
+    to its own; `by_reach`: the same for layers that see less.
+    """
+
+    kernels: NativeKernels
+    first: torch.Tensor
+    kv_lens: torch.Tensor
+    by_reach: dict[Reach, tuple[torch.Tensor, torch.Tensor, int]]
+
+    @classmethod
+    def plan(cls, kernels: NativeKernels, spans: Sequence[Span]) -> NativeReads:
+        """Of spans that follow each other from the batch's first token on."""
+        counts = [span.end - span.start for span in spans]
+        first = np.repeat([span.slot for span in spans], counts)
+        behind = np.repeat([span.kv_len - span.end for span in spans], counts)
+        kv_lens = np.arange(1, spans[-1].end + 1) + behind
+        return cls(kernels, torch.from_numpy(first), torch.from_numpy(kv_lens), {})
+
+    def seen(self, reach: Reach) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """First slots, numbers of keys, and the largest of these, for layers of one reach; once per step."""
+        if reach not in self.by_reach:
+            hidden = reach.first_of(self.kv_lens - 1)
+            lens = self.kv_lens - hidden
+            self.by_reach[reach] = self.first + hidden, lens, int(lens.max())
+        return self.by_reach[reach]
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """Where each token of a step reads and writes. Host integers, but for `out_cache_loc`, the slot per token, and, if
@@ -91,6 +123,8 @@ class AttentionBatch:
 
     With a `table` there are neither spans nor groups, and `out_cache_loc` covers padding too; `table_slots` are the
     slots that it reads, made on the device by `opened`.
+
+    `native` tokens are in no span and no group.
 
     With a latent cache, which a model expands to keys and values itself, `gathered` holds the slots that are read,
     int64 `[keys of all spans]`, and `Span.slot` counts within them.
@@ -105,15 +139,28 @@ class AttentionBatch:
     kv_lens: torch.Tensor | None = None
     table: DecodeTable | None = None
     table_slots: torch.Tensor | None = None
+    native: NativeReads | None = None
     _masks: dict[tuple[int, Reach], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def plan(
-        cls, pool: KVPool, spans: list[Span], out_cache_loc: torch.Tensor, batch_invariant: bool
+        cls,
+        pool: KVPool,
+        spans: list[Span],
+        out_cache_loc: torch.Tensor,
+        batch_invariant: bool,
+        kernels: NativeKernels | None = None,
     ) -> AttentionBatch:
-        """Gather decodes whose slots are evenly spaced; in batch-invariant mode tokens that read equally many keys."""
+        """Gather decodes whose slots are evenly spaced; in batch-invariant mode tokens that read equally many keys.
+
+        With `kernels` these compute the decodes that come first, in batch-invariant mode all tokens.
+        """
         if pool.latent:
             return cls._plan_latent(pool, spans, out_cache_loc, batch_invariant)
+        if kernels is not None:
+            decodes = list(itertools.takewhile(lambda span: batch_invariant or span.end - span.start == 1, spans))
+            native = NativeReads.plan(kernels, decodes) if decodes else None
+            return cls(pool, spans[len(decodes) :], [], out_cache_loc, batch_invariant, native=native)
         runs = _even_runs(spans if batch_invariant else [s for s in spans if s.end - s.start == 1], batch_invariant)
         grouped = {span.start for run in runs for span in run}
         singles = [span for span in spans if span.start not in grouped]

@@ -1,6 +1,7 @@
-"""`num_threads="auto"`: how many compute threads make this model's steps fastest here and now, by a short measurement.
+"""How many compute threads make this model's steps fastest here and now, by a short measurement at start.
 
-More threads gain on a quiet machine with large matrices, and cost several times over wherever anything else runs.
+More threads gain on a quiet machine with large matrices, and cost several times over wherever anything else runs. Our
+own kernels gain from them also in steps whose other operations are too short for more than one.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rollout.device import CpuStream
 from rollout.model_runner import ModelRunner
+from rollout.native import NativeKernels
 from rollout.self_test import time_decode
 
 logger = logging.getLogger(__name__)
@@ -24,37 +27,57 @@ def candidates(limit: int | None = None) -> list[int]:
     return [count for count in (1 << i for i in range(cores.bit_length())) if count <= min(cores, limit or cores)]
 
 
-def fastest(seconds: Mapping[int, float]) -> int:
-    """The number of threads that is worth it: each next one must be a tenth faster than what was chosen before it.
+class Threads(NamedTuple):
+    """Compute threads of an engine, and those of torch's operations in steps of few tokens; see CpuStream."""
 
-    >>> fastest({1: 10.0, 2: 9.5, 4: 6.0})
-    4
-    >>> fastest({1: 10.0, 2: 9.5})
-    1
+    num: int
+    few: int
+
+    def __str__(self) -> str:
+        return str(self.num) if self.few == self.num else f"{self.num} (torch {self.few})"
+
+
+def fastest(seconds: Mapping[Threads, float]) -> Threads:
+    """The threads that are worth it: with more than what was chosen before, a step must be a tenth faster.
+
+    >>> fastest({Threads(1, 1): 10.0, Threads(2, 1): 9.5, Threads(4, 1): 6.0})
+    Threads(num=4, few=1)
+    >>> fastest({Threads(1, 1): 10.0, Threads(2, 1): 9.5, Threads(2, 2): 12.0})
+    Threads(num=1, few=1)
     """
     chosen = min(seconds)
-    for count in sorted(seconds):
-        if seconds[count] * MIN_GAIN <= seconds[chosen]:
-            chosen = count
+    for threads in sorted(seconds):
+        gain = MIN_GAIN if threads.num > chosen.num else 1.0
+        if seconds[threads] * gain <= seconds[chosen]:
+            chosen = threads
     return chosen
 
 
-def choose_threads(runner: ModelRunner, requests: int, counts: Sequence[int]) -> int:
-    """Set the stream's compute threads to the fastest of `counts` for decode steps of so many requests, and say which.
+def choose_threads(
+    runner: ModelRunner, requests: int, given: Sequence[Threads], native: NativeKernels | None
+) -> Threads:
+    """Set the compute threads to the fastest of those given for decode steps of so many requests, and say which.
 
     The runner's pool is empty before and of another size afterwards.
     """
-    if not isinstance(runner.stream, CpuStream) or len(counts) < 2:
-        return 1
-    seconds: dict[int, float] = {}
-    for repeat in range(REPEATS + 1):
-        for count in counts:
-            runner.stream.set_num_threads(count)
+    stream = runner.stream
+    assert isinstance(stream, CpuStream)
+    ways = sorted(set(given))
+
+    def use(threads: Threads) -> None:
+        stream.set_num_threads(*threads)
+        if native is not None:
+            native.num_threads = threads.num
+
+    seconds: dict[Threads, float] = {}
+    for repeat in range(REPEATS + 1 if len(ways) > 1 else 0):
+        for threads in ways:
+            use(threads)
             took = time_decode(runner, requests)
             if repeat:  # the first one warms up
-                seconds[count] = min(took, seconds.get(count, took))
-    chosen = fastest(seconds)
-    runner.stream.set_num_threads(chosen)
-    measured = ", ".join(f"{1e3 * took:.1f} ms with {count}" for count, took in seconds.items())
-    logger.info("num_threads='auto': a step of %d requests took %s; %d chosen", requests, measured, chosen)
+                seconds[threads] = min(took, seconds.get(threads, took))
+    chosen = fastest(seconds) if seconds else ways[0]
+    use(chosen)
+    measured = ", ".join(f"{1e3 * took:.1f} ms with {threads}" for threads, took in seconds.items())
+    logger.info("a step of %d requests took %s; %s chosen", requests, measured, chosen)
     return chosen

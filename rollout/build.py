@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rollout.attention import LatentCacheError, use_slot_attention
-from rollout.auto_threads import candidates, choose_threads
+from rollout.attention import use_slot_attention
+from rollout.auto_threads import Threads, candidates, choose_threads
 from rollout.backend import ModelInfo
+from rollout.cache_choice import choose_cache
 from rollout.capture import RoutedExpertsCapturer
 from rollout.checkpoint_names import CheckpointNames
 from rollout.config import EngineOptions
@@ -21,14 +23,21 @@ from rollout.device import CpuStream, Stream, open_stream
 from rollout.device_memory import ParkedWeights
 from rollout.engine import Engine
 from rollout.expert_parallel import use_expert_parallel
-from rollout.experts import COMPACT, INVARIANT, MIN_ROWS, ROW_MULTIPLE, use_experts_implementation
+from rollout.experts import (
+    COMPACT,
+    INVARIANT,
+    MIN_ROWS,
+    ROW_MULTIPLE,
+    use_experts_implementation,
+    use_native_products,
+)
 from rollout.forced_rows import try_forcing
 from rollout.group_start import NOT_FORCED, check_member, join, refuse_states
 from rollout.group_weights import part_of
-from rollout.loader import LoadedModel, fingerprint, load_model, move_model, rope_types
+from rollout.loader import LoadedModel, fingerprint, load_model, move_model
 from rollout.lockstep import Lockstep, Membership
 from rollout.model_runner import ModelRunner
-from rollout.own_cache import OwnCacheForward
+from rollout.native import NativeKernels, choose_native
 from rollout.packed_experts import forget_packed, repack
 from rollout.parallel import ExpertRange, RankGroup, StepShape
 from rollout.prefix_cache import PrefixCache
@@ -37,7 +46,6 @@ from rollout.router import WATCHED_TOKENS
 from rollout.scheduler import Scheduler
 from rollout.self_test import (
     MAX_ROWS,
-    OWN_CACHE_PROMPT_LEN,
     Reference,
     check_batch_invariance,
     check_engine,
@@ -172,12 +180,19 @@ def build_on(
     _check_device(options, stream.device)
     ranks = lockstep.ranks if lockstep is not None else None
     part = (ranks.rank, ranks.size) if ranks is not None else None
-    loaded = load_model(path, options.dtype, options.trust_remote_code, part)
+    with ThreadPoolExecutor(1, "moe-rollout-compile") as beside:
+        threads = 1 if options.num_threads == "auto" else options.num_threads
+        alike = "batch_invariant=True" if options.batch_invariant else "dp_size" if ranks is not None else ""
+        chosen = beside.submit(choose_native, options.native_kernels, stream.device, threads, alike)
+        loaded = load_model(path, options.dtype, options.trust_remote_code, part)
+        native = chosen.result()
     stream.run(lambda: move_model(loaded.model, stream.device))
     forcing, not_forced = None, NOT_FORCED
     if ranks is not None:
         refuse_states(loaded.model)
         use_expert_parallel(loaded.model, ranks, INVARIANT if options.batch_invariant else COMPACT)
+        if not options.batch_invariant:
+            use_native_products(loaded.model, native)
         ranks.begin(-1, StepShape((WATCHED_TOKENS,) * ranks.size))
     if ranks is None or ranks.layout != "allgather":
         forcing, not_forced = stream.call(lambda: try_forcing(loaded.model))
@@ -185,7 +200,7 @@ def build_on(
     if options.enable_return_routed_experts:
         rows = max(options.max_batch_tokens + ROW_MULTIPLE, MAX_ROWS, options.max_running_requests)
         capturer = stream.call(lambda: RoutedExpertsCapturer(loaded.model, loaded.spec, rows, ranks))
-    runner = _tested_runner(loaded, options, capturer, stream, ranks)
+    runner = _tested_runner(loaded, options, capturer, stream, ranks, native)
     kv_tokens = options.kv_tokens or _default_kv_tokens(loaded, options, runner.pool.token_bytes)
     runner.resize(kv_tokens)
     if capturer is not None and runner.whole_prompts:
@@ -230,25 +245,28 @@ def _tested_runner(
     capturer: RoutedExpertsCapturer | None,
     stream: Stream,
     ranks: RankGroup | None,
+    native: NativeKernels | None,
 ) -> ModelRunner:
     """Switch the model to our attention and experts, over a pool just large enough for the self-test, and test it."""
     model = loaded.model
     if ranks is None:
         model.set_experts_implementation("eager")
-    limits = loaded.vocab_size, loaded.max_positions
-    reference = stream.call(lambda: plain_forward(model, capturer, *limits, ranks=ranks))
+    tokens = loaded.vocab_size, loaded.max_positions
+    reference = stream.call(lambda: plain_forward(model, capturer, *tokens, ranks=ranks))
     plain_attention = model.config._attn_implementation
     use_slot_attention(model)
     if ranks is None:
-        stream.run(lambda: use_experts_implementation(model, _experts(options, stream.device), options.pack_experts))
+        experts = _experts(options, stream.device)
+        stream.run(lambda: use_experts_implementation(model, experts, options.pack_experts, native))
     size = 2 * len(reference.tokens)
-    runner = ModelRunner(model, stream, capturer, size, options.max_running_requests, options.batch_invariant, ranks)
+    limits = options.max_running_requests, options.batch_invariant
+    runner = ModelRunner(model, stream, capturer, size, *limits, ranks, native)
     if find_state_modules(model):
         runner.states = StateLayers(model)
-    _choose_cache(runner, reference, plain_attention, loaded)
+    choose_cache(runner, reference, plain_attention, loaded)
     _use_graphs(runner, reference, options)
-    if options.num_threads == "auto":
-        choose_threads(runner, options.max_running_requests, candidates(2 if options.batch_invariant else None))
+    if options.num_threads != 1 and isinstance(stream, CpuStream) and ranks is None:
+        _set_threads(runner, options, native)
         runner.resize(size)
         runner.forget_all()
     if options.batch_invariant and runner.own_caches is None:
@@ -257,6 +275,14 @@ def _tested_runner(
     if capturer is not None:
         capturer.seconds = 0.0  # the self-test's
     return runner
+
+
+def _set_threads(runner: ModelRunner, options: EngineOptions, native: NativeKernels | None) -> None:
+    """In batch-invariant mode nothing that could change bits is left to a measurement but the number that is "auto"."""
+    most = 2 if options.batch_invariant else None
+    counts = candidates(most) if options.num_threads == "auto" else [options.num_threads]
+    ways = [Threads(count, few) for count in counts for few in {1, *(() if options.batch_invariant else (count,))}]
+    choose_threads(runner, options.max_running_requests, ways, native)
 
 
 def _use_graphs(runner: ModelRunner, reference: Reference, options: EngineOptions) -> None:
@@ -297,42 +323,6 @@ def _check_device(options: EngineOptions, device: torch.device) -> None:
             f"experts_implementation={options.experts_implementation!r} waits in every layer of device "
             f"{str(device)!r} to learn which experts were hit; use 'auto' or 'grouped_mm'"
         )
-
-
-def _choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel) -> None:
-    """Keys and values in the pool, else the latents of a model that expands them, else the model's own cache.
-
-    Each is tested; the last is slow, which is said once.
-    """
-    try:
-        try:
-            _check_one_rope(runner)
-            check_engine(runner, reference)
-        except LatentCacheError:
-            runner.pool.reset(latent=True)
-            check_engine(runner, reference)
-    except ValueError as error:
-        if runner.ranks is not None:
-            raise ValueError(f"{error}. The ranks of a group cannot run it on its own cache: use dp_size=1") from error
-        runner.model.set_attn_implementation(plain_attention)
-        runner.pool.reset(latent=False)
-        if runner.states is not None:
-            runner.states.close()
-            runner.states = None
-        runner.own_caches = OwnCacheForward(runner.model)
-        limits = loaded.vocab_size, loaded.max_positions, OWN_CACHE_PROMPT_LEN
-        longer = runner.stream.call(lambda: plain_forward(runner.model, runner.capturer, *limits))
-        try:
-            check_engine(runner, longer)
-        except ValueError as second:
-            raise ValueError(f"{second}. On the slot pool: {error}") from second
-        logger.warning("%s. It runs on its own cache instead: exact, but one forward per request and step", error)
-
-
-def _check_one_rope(runner: ModelRunner) -> None:
-    """`longrope` chooses its frequencies by the longest position of a forward, here a batch of strangers."""
-    if "longrope" in rope_types(runner.model):
-        raise ValueError(f"{type(runner.model).__name__} uses rope_type 'longrope', which looks at the whole batch")
 
 
 def _info(path: str, loaded: LoadedModel, kv_tokens: int, options: EngineOptions, not_forced: str) -> ModelInfo:

@@ -31,13 +31,18 @@ class EngineOptions(StrictModel):
         prefix_cache: keep keys and values of ended requests while there is room; prompts that begin alike, such as the
             samples of one prompt, are computed once. The traces do not differ.
         trust_remote_code: let a checkpoint run Python code that it ships; said in the log. Not with `dp_size`.
-        num_threads: compute threads of torch inside the engine; "auto" measures a few steps at start, takes the fastest
-            number and logs it. For an engine that has the machine to itself.
+        num_threads: compute threads inside the engine; "auto" measures a few steps at start, takes the fastest number
+            and logs it. For an engine that has the machine to itself. With more than one, it is measured too whether
+            torch's operations gain from them in steps of few tokens; our own kernels do.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
             "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
         pack_experts: keep a second copy of bfloat16 and large float32 expert weights in the order that products on a
             CPU read fastest, if it takes at most half of the memory that is left, else a warning, with batch_invariant
             an error; packed again when weights change. A group of ranks never does.
+        native_kernels: on a CPU, compute attention of decodes and expert products of few rows, with batch_invariant of
+            whole prompts too, with kernels of our own where they take the model's sizes. The machine's C++ compiler
+            makes them when the first engine of a process starts. Where that fails, "auto" does without, with a warning;
+            with True, batch_invariant or dp_size it is an error, since there engines must compute alike.
         dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
             experts. Must divide their number. The other sizes here count per rank. On CPUs only.
         moe_dispatch: what travels between ranks. "alltoall": each token's row to the ranks of its experts. "allgather":
@@ -61,6 +66,7 @@ class EngineOptions(StrictModel):
     num_threads: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 1
     experts_implementation: Literal["auto", "hit_experts", "eager", "grouped_mm", "batched_mm"] = "auto"
     pack_experts: bool = True
+    native_kernels: bool | Literal["auto"] = "auto"
     dp_size: int = Field(1, ge=1, le=1024)
     moe_dispatch: Literal["alltoall", "allgather"] = "alltoall"
     collective_timeout_s: float = Field(60, gt=0)

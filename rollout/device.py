@@ -21,6 +21,7 @@ import torch
 Result = TypeVar("Result")
 MIN_BLOCK = 512
 SWITCH_INTERVAL_S = 5e-4
+FEW_TOKENS = 128
 
 
 class Event:
@@ -71,6 +72,9 @@ class CpuStream:
     It lowers the interpreter's switch interval to 0.5 ms: with the default 5 ms, Python work on the host holds the
     thread up each time that it comes back from a kernel.
 
+    Steps of few tokens may compute in fewer threads than others: torch's operations in them are short, and two threads
+    then mostly wait for each other.
+
     >>> stream = CpuStream(num_threads=1)
     >>> event = stream.launch(lambda: None)
     >>> event.synchronize(); stream.close()
@@ -80,7 +84,7 @@ class CpuStream:
 
     def __init__(self, num_threads: int) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Event] | None] = queue.SimpleQueue()
-        self._num_threads = num_threads
+        self._num_threads = self._few_threads = num_threads
         self._thread = threading.Thread(target=self._run, name="moe-rollout-device", daemon=True)
         self._thread.start()
 
@@ -108,9 +112,15 @@ class CpuStream:
         """The tensor on the device: here the same one."""
         return tensor
 
-    def set_num_threads(self, num_threads: int) -> None:
-        """Compute with so many threads from now on."""
-        self.run(lambda: torch.set_num_threads(num_threads))
+    def set_num_threads(self, num_threads: int, few: int | None = None) -> None:
+        """Compute with so many threads from the next step on, with `few` in steps of at most FEW_TOKENS tokens."""
+        self._num_threads, self._few_threads = num_threads, few or num_threads
+
+    def begin_step(self, tokens: int) -> None:
+        """On the stream: set torch's threads for a step of so many tokens."""
+        wanted = self._few_threads if tokens <= FEW_TOKENS else self._num_threads
+        if torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)
 
     def close(self) -> None:
         """Finish what was launched, then stop."""

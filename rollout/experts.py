@@ -1,13 +1,15 @@
 """Experts implementations of our own, registered through transformers' public experts interface. Inference only.
 
-`hit_experts` sorts the (token, slot) pairs by expert and runs one pair of matrix products per expert that was hit;
-transformers' CPU `grouped_mm` visits all experts. `batch_invariant_experts` uses products in which a row's bits do not
-depend on how many rows share them (checked at start, see self_test.py): of packed weights, or of 16 rows and more.
+`hit_experts` sorts the (token, slot) pairs by expert and runs one pair of matrix products per expert that was hit, of
+few rows with kernels of our own (native.py); transformers' CPU `grouped_mm` visits all experts.
+`batch_invariant_experts` uses products in which a row's bits do not depend on how many rows share them (checked at
+start, see self_test.py): of packed weights, of our own kernels, or of 16 rows and more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rollout.native import NativeKernels, fit_sum, fits
 from rollout.packed_experts import MIN_PACKED_ROWS, PROJECTIONS, is_experts, pack_experts, packed_keep_bits
 from rollout.router import wrap_forward
 
@@ -26,6 +29,14 @@ ROW_MULTIPLE = 32
 # Up to here the transposed product took 0.4 to 0.8 of the time on an AMD EPYC (AVX-512); beyond, up to twice as long.
 FEW_ROWS = 8
 FEW_VALUES = 2048
+# Rows of an expert up to which our own kernels were faster on the same machine, by dtype and whether there are packed
+# weights.
+NATIVE_ROWS = {
+    (torch.float32, False): 32,
+    (torch.float32, True): 1,
+    (torch.bfloat16, False): 12,
+    (torch.bfloat16, True): 12,
+}
 _PRODUCTS = frozenset({F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
 
 
@@ -34,6 +45,13 @@ class Layout(NamedTuple):
 
     min_rows: int = 1
     multiple: int = 1
+
+
+class Native(NamedTuple):
+    """Our own kernels, for groups of at most so many rows."""
+
+    kernels: NativeKernels
+    most_rows: int
 
 
 COMPACT = Layout()
@@ -45,20 +63,27 @@ class Groups(NamedTuple):
     all.
 
     `row` int64 `[tokens * K]`: where each pair lies; `token` int64 `[rows]`: whose hidden state a row has, in rows of
-    padding anyone's; `experts`: those that were hit, and `heights`: how many rows each of them has.
+    padding anyone's. Of each group, int64: its expert, its first row, how many rows it has.
     """
 
     row: torch.Tensor
     token: torch.Tensor
-    experts: list[int]
-    heights: list[int]
+    experts: np.ndarray
+    starts: np.ndarray
+    heights: np.ndarray
+
+    def where(self, chosen: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """Expert, first row and behind the last row of the `chosen` groups."""
+        starts, heights = self.starts[chosen], self.heights[chosen]
+        return zip(self.experts[chosen].tolist(), starts.tolist(), (starts + heights).tolist(), strict=True)
 
 
 def group_by_expert(ids: torch.Tensor, num_experts: int, layout: Layout = COMPACT) -> Groups:
     """Groups of `[tokens, K]` ids.
 
     >>> group_by_expert(torch.tensor([[2, 0], [2, 1]]), num_experts=3)
-    Groups(row=tensor([2, 0, 3, 1]), token=tensor([0, 1, 0, 1]), experts=[0, 1, 2], heights=[1, 1, 2])
+    Groups(row=tensor([2, 0, 3, 1]), token=tensor([0, 1, 0, 1]), experts=array([0, 1, 2]), starts=array([0, 1, 2]),
+    heights=array([1, 1, 2]))
     """
     flat = ids.reshape(-1).numpy()
     counts = np.bincount(flat, minlength=num_experts)
@@ -67,12 +92,13 @@ def group_by_expert(ids: torch.Tensor, num_experts: int, layout: Layout = COMPAC
     heights = np.where(counts > 0, np.maximum(counts, layout.min_rows), 0)
     size = int(heights.sum())
     order = np.argsort(flat, kind="stable")
-    shift = np.cumsum(heights) - heights - (np.cumsum(counts) - counts)
+    starts = np.cumsum(heights) - heights
+    shift = starts - (np.cumsum(counts) - counts)
     row, token = np.empty_like(order), np.zeros(size + -size % layout.multiple, np.int64)
     row[order] = np.arange(len(flat)) + np.repeat(shift, counts)
     token[row] = np.arange(len(flat)) // ids.shape[1]
     hit = np.flatnonzero(counts)
-    return Groups(torch.from_numpy(row), torch.from_numpy(token), hit.tolist(), heights[hit].tolist())
+    return Groups(torch.from_numpy(row), torch.from_numpy(token), hit, starts[hit], heights[hit])
 
 
 def hit_experts(
@@ -102,6 +128,9 @@ def experts_output(
     out = _grouped_linear(self, "down_proj", activated, groups, any_product)
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
+    native = getattr(self, "native_products", {}).get("down_proj")
+    if native is not None and out.dtype is hidden.dtype and top_k_weights.shape == top_k_index.shape and fit_sum(out):
+        return native.kernels.weighted_sum(out, groups.row, top_k_weights)
     weighted = out[groups.row].view(tokens, slots, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(dim=1).to(hidden.dtype)
 
@@ -112,20 +141,26 @@ def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups, an
     if self.is_transposed:
         weight = weight.transpose(-2, -1)
     packed = getattr(self, "packed_weights", {}).get(name)
-    padding = len(rows) - sum(groups.heights)
+    native: Native | None = getattr(self, "native_products", {}).get(name)
+    filled = int(groups.heights.sum())
     out = rows.new_empty(len(rows), weight.shape[1])
-    if padding:
-        out[-padding:] = 0
-    heights = [*groups.heights, padding]
-    for expert, given, made in zip(groups.experts, rows.split(heights), out.split(heights), strict=False):
+    if filled < len(rows):
+        out[filled:] = 0
+    all_exist = groups.experts.max(initial=0) < len(weight)
+    few = groups.heights <= (native.most_rows if native is not None and all_exist else 0)
+    if native is not None and few.any():
+        chosen = (torch.from_numpy(each[few]) for each in (groups.experts, groups.starts, groups.heights))
+        native.kernels.grouped_linear(rows, weight, out, *chosen)
+    for expert, start, end in groups.where(~few):
+        given, made = rows[start:end], out[start:end]
         if any_product and _is_few(given):
             made.copy_(torch.mm(weight[expert], given.t()).t())
         elif packed is not None and (not any_product or packed.is_faster(len(given))):
             packed.product(given, expert, made)
         else:
             torch.mm(given, weight[expert].t(), out=made)
-        if self.has_bias:
-            made += getattr(self, f"{name}_bias")[expert]
+    for expert, start, end in groups.where(groups.heights > 0) if self.has_bias else ():
+        out[start:end] += getattr(self, f"{name}_bias")[expert]
     return out
 
 
@@ -134,29 +169,52 @@ def _is_few(rows: torch.Tensor) -> bool:
     return 1 < len(rows) <= FEW_ROWS and rows.numel() <= FEW_VALUES and rows.dtype is torch.float32
 
 
-def use_experts_implementation(model: Any, name: str, pack: bool = True) -> None:
-    """Switch `model` to the experts implementation `name`, ours or transformers'; `pack` for ours, see
-    packed_experts.py."""
+def use_experts_implementation(model: Any, name: str, pack: bool = True, native: NativeKernels | None = None) -> None:
+    """Switch `model` to the experts implementation `name`, ours or transformers'; for ours `pack`, see
+    packed_experts.py, and `native`, see native.py."""
     ALL_EXPERTS_FUNCTIONS.register("hit_experts", hit_experts)
     ALL_EXPERTS_FUNCTIONS.register("batch_invariant_experts", batch_invariant_experts)
     model.set_experts_implementation(name)
     if pack and name in ("hit_experts", "batch_invariant_experts"):
         pack_experts(model, required=name == "batch_invariant_experts")
+    if name == "hit_experts":
+        use_native_products(model, native)
     if name == "batch_invariant_experts":
         packed = packed_keep_bits(model)
         for module in model.modules():
             if is_experts(module):
-                _keep_bits(module, packed)
+                _keep_bits(module, packed, native)
             elif type(module).__name__.endswith("Experts"):
                 wrap_forward(module, _with_padded_products)
 
 
-def _keep_bits(experts: Any, packed: bool) -> None:
-    """Choose products that keep a row's bits among any number of rows: of packed weights where these do, else of at
-    least 16 rows."""
-    experts.batch_invariant_layout = Layout(MIN_PACKED_ROWS, ROW_MULTIPLE) if packed else INVARIANT
-    if not packed:
-        experts.packed_weights = {}
+def use_native_products(model: Any, native: NativeKernels | None) -> None:
+    """Let the experts modules of `model` compute groups of few rows with our own kernels."""
+    if native is None:
+        return
+    for module in model.modules():
+        if is_experts(module) and not module.is_transposed:
+            packed = getattr(module, "packed_weights", {})
+            module.native_products = {
+                name: Native(native, NATIVE_ROWS[weight.dtype, name in packed])
+                for name in PROJECTIONS
+                if (weight := getattr(module, name, None)) is not None and fits(weight)
+            }
+
+
+def _keep_bits(experts: Any, packed: bool, native: NativeKernels | None) -> None:
+    """Choose products that keep a row's bits among any number of rows: of packed weights where these do, else our own,
+    else of at least 16 rows."""
+    weights = {name: weight for name in PROJECTIONS if (weight := getattr(experts, name, None)) is not None}
+    if packed:
+        experts.batch_invariant_layout = Layout(MIN_PACKED_ROWS, ROW_MULTIPLE)
+        return
+    experts.packed_weights = {}
+    if native is not None and not experts.is_transposed and all(fits(weight) for weight in weights.values()):
+        experts.batch_invariant_layout = Layout(multiple=ROW_MULTIPLE)
+        experts.native_products = {name: Native(native, sys.maxsize) for name in weights}
+    else:
+        experts.batch_invariant_layout = INVARIANT
         _lay_out_by_input(experts)
 
 

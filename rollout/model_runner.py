@@ -12,13 +12,14 @@ import torch
 from rollout.attention_plan import AttentionBatch, Span
 from rollout.capture import RoutedExpertsCapturer, RouteSegment
 from rollout.cuda_graphs import Bucket, Buckets, GraphRunner, Tensors
-from rollout.device import Stream
+from rollout.device import CpuStream, Stream
 from rollout.engine_stats import StepSeconds
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.forced_rows import ForcedRows, RowForcing
 from rollout.forward_batch import ForwardBatch, GenerationBatchResult
 from rollout.kv_pool import KVPool
 from rollout.logprobs import TopRows, plan_prompts
+from rollout.native import NativeKernels
 from rollout.own_cache import OwnCacheForward, cache_keyword
 from rollout.parallel import RankGroup, StepShape
 from rollout.penalties import TokenCounts
@@ -41,9 +42,11 @@ class ModelRunner:
         max_running_requests: int,
         batch_invariant: bool,
         ranks: RankGroup | None = None,
+        native: NativeKernels | None = None,
     ) -> None:
         self.model = model
         self.ranks = ranks
+        self.native = native
         self.stream = stream
         self.capturer = capturer
         self.pool = KVPool(kv_tokens)
@@ -178,7 +181,7 @@ class ModelRunner:
     def _attention(self, spans: list[Span], slots: torch.Tensor, bucket: Bucket | None) -> AttentionBatch:
         if bucket is not None:
             return AttentionBatch.plan_table(self.pool, spans, slots, *bucket)
-        return AttentionBatch.plan(self.pool, spans, slots, self._batch_invariant)
+        return AttentionBatch.plan(self.pool, spans, slots, self._batch_invariant, self.native)
 
     def _forward(self, batch: ForwardBatch, result: GenerationBatchResult) -> None:
         batch.input_ids[: len(batch.decode_rows)] = self._last_token[batch.decode_rows]
@@ -219,6 +222,8 @@ class ModelRunner:
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """`[logits_rows, vocab]` of one flattened batch."""
+        if isinstance(self.stream, CpuStream):
+            self.stream.begin_step(len(batch.input_ids))
         if self.own_caches is not None:
             return self.own_caches.logits(batch.input_ids, batch.position_ids, batch.spans, batch.wanted_rows)
         if self.states is not None:

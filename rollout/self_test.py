@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollout.attention import LatentCacheError
+from rollout.attention import LatentCacheError, NativeAttentionError
 from rollout.backend import SampleRequest
 from rollout.capture import RoutedExpertsCapturer
+from rollout.device import FEW_TOKENS
 from rollout.experts import ROW_MULTIPLE
 from rollout.layer_outputs import LayerOutputs, first_difference, record_layers
 from rollout.model_runner import ModelRunner
@@ -136,7 +137,7 @@ def _supported_forward(
 ) -> tuple[torch.Tensor, np.ndarray | None]:
     try:
         return engine_forward(runner, tokens, chunks)
-    except (LatentCacheError, CollectiveError):  # of a neighbour that is gone: nothing is wrong with the model
+    except (LatentCacheError, NativeAttentionError, CollectiveError):  # the last: a neighbour is gone
         raise
     except Exception as error:  # whatever a model does with a cache or a keyword that the slot pool lacks
         raise ValueError(
@@ -199,7 +200,7 @@ def time_decode(runner: ModelRunner, requests: int) -> float:
     cannot be continued. Changes the size of the pool."""
     vocab = len(runner.model.get_input_embeddings().weight)
     start = 0 if runner.whole_prompts else PROMPT_LEN - 1
-    requests = max(1, min(requests, MAX_ROWS // (PROMPT_LEN - start)))
+    requests = max(1, min(requests, FEW_TOKENS // (PROMPT_LEN - start)))
     runner.resize(requests * PROMPT_LEN)
     firsts = range(13, 13 + requests * PROMPT_LEN, PROMPT_LEN)  # equal prompts would all hit the same few experts
     prompts = [[7919 * (first + i) % vocab for i in range(PROMPT_LEN)] for first in firsts]

@@ -136,6 +136,8 @@ def broadcast_weights(
 def receive_weights(group: Any = None, src: int = 0) -> Generator[Any, None, None]:
     """The engine's side of `broadcast_weights`. Closing it early receives and drops the rest: ranks stay in step.
 
+    The sender waits for its end: iterate it to the end, or close it.
+
     Raises:
         RuntimeError: the sender gave up.
     """

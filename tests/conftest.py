@@ -30,7 +30,7 @@ SHARED = {
     "initializer_range": 0.2,
 }
 FAMILIES = {
-    "qwen3_moe": {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 4},
     "qwen2_moe": {

@@ -189,7 +189,21 @@ def test_without_capture_routes_are_absent_and_tokens_the_same(client, expected,
         assert tokens_agree(oracle("qwen2_moe"), trace.prompt_ids, trace.completion_ids, completion)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-def test_transformers_own_experts_implementations_work_too(implementation, client, oracle, expected):
-    engine = client("qwen3_moe", experts_implementation=implementation)
-    check_against(oracle("qwen3_moe"), engine.sample(prompts(6), sampling_params=GREEDY), expected("qwen3_moe"))
+WAYS = {
+    "transformers' eager": {"experts_implementation": "eager"},
+    "transformers' grouped_mm": {"experts_implementation": "grouped_mm"},
+    "transformers' batched_mm": {"experts_implementation": "batched_mm"},
+    "torch's kernels": {"native_kernels": False},
+    "our kernels": {"native_kernels": True},
+    "our kernels, two threads": {"native_kernels": True, "num_threads": 2},
+    "batch invariant": {"batch_invariant": True},
+    "batch invariant, torch's kernels": {"batch_invariant": True, "native_kernels": False},
+}
+RARE = [pytest.param(family, marks=pytest.mark.full) for family in FAMILIES if family != "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *RARE])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_compute_is_exact(family, way, client, oracle, expected):
+    engine = client(family, **WAYS[way])
+    check_against(oracle(family), engine.sample(prompts(8), sampling_params=GREEDY), expected(family))

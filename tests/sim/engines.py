@@ -25,6 +25,7 @@ OPTIONS = {
     "kv_tokens": 160,
     "max_running_requests": 4,
     "experts_implementation": "grouped_mm",
+    "native_kernels": False,
     "disable_cuda_graph": True,
 }
 PROMPT_LENGTHS = (9, 1, 30, 2, 17, 5, 24, 3, 1, 12)
