@@ -32,7 +32,7 @@ def test_dynamic_rope_is_refused_by_name(checkpoint: Checkpoint) -> None:
 
 def test_longrope_does_not_depend_on_neighbours(checkpoint: Checkpoint) -> None:
     """Long and short requests have other frequencies: in one flattened forward all would get the long ones."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     path = checkpoint("qwen3_moe", rope_parameters=_frozen({**ROPE, **factors, "rope_type": "longrope"}))
     short, long = [5, 6, 7], [(7 * i) % 90 + 3 for i in range(100)]
     with RolloutClient.local(path) as client:
