@@ -281,7 +281,7 @@ def _set_threads(runner: ModelRunner, options: EngineOptions, native: NativeKern
     """In batch-invariant mode nothing that could change bits is left to a measurement but the number that is "auto"."""
     most = 2 if options.batch_invariant else None
     counts = candidates(most) if options.num_threads == "auto" else [options.num_threads]
-    ways = [Threads(count, few) for count in counts for few in {1, *(() if options.batch_invariant else (count,))}]
+    ways = [Threads(count, few) for count in counts for few in ((1,) if options.batch_invariant else (1, count))]
     choose_threads(runner, options.max_running_requests, ways, native)
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rollout.native import NativeKernels, fit_sum, fits
-from rollout.packed_experts import MIN_PACKED_ROWS, PROJECTIONS, is_experts, pack_experts, packed_keep_bits
+from rollout.packed_experts import MIN_PACKED_ROWS, is_experts, pack_experts, packed_keep_bits, projections
 from rollout.router import wrap_forward
 
 MIN_ROWS = 16
@@ -72,7 +72,7 @@ class Groups(NamedTuple):
     starts: np.ndarray
     heights: np.ndarray
 
-    def where(self, chosen: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    def where(self, chosen: np.ndarray | slice) -> Iterator[tuple[int, int, int]]:
         """Expert, first row and behind the last row of the `chosen` groups."""
         starts, heights = self.starts[chosen], self.heights[chosen]
         return zip(self.experts[chosen].tolist(), starts.tolist(), (starts + heights).tolist(), strict=True)
@@ -146,8 +146,9 @@ def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups, an
     out = rows.new_empty(len(rows), weight.shape[1])
     if filled < len(rows):
         out[filled:] = 0
-    all_exist = groups.experts.max(initial=0) < len(weight)
-    few = groups.heights <= (native.most_rows if native is not None and all_exist else 0)
+    few = np.zeros(len(groups.experts), bool)
+    if native is not None and groups.experts.max(initial=0) < len(weight):
+        few = groups.heights <= native.most_rows
     if native is not None and few.any():
         chosen = (torch.from_numpy(each[few]) for each in (groups.experts, groups.starts, groups.heights))
         native.kernels.grouped_linear(rows, weight, out, *chosen)
@@ -159,7 +160,7 @@ def _grouped_linear(self: Any, name: str, rows: torch.Tensor, groups: Groups, an
             packed.product(given, expert, made)
         else:
             torch.mm(given, weight[expert].t(), out=made)
-    for expert, start, end in groups.where(groups.heights > 0) if self.has_bias else ():
+    for expert, start, end in groups.where(slice(None)) if self.has_bias else ():
         out[start:end] += getattr(self, f"{name}_bias")[expert]
     return out
 
@@ -197,19 +198,19 @@ def use_native_products(model: Any, native: NativeKernels | None) -> None:
             packed = getattr(module, "packed_weights", {})
             module.native_products = {
                 name: Native(native, NATIVE_ROWS[weight.dtype, name in packed])
-                for name in PROJECTIONS
-                if (weight := getattr(module, name, None)) is not None and fits(weight)
+                for name, weight in projections(module).items()
+                if fits(weight)
             }
 
 
 def _keep_bits(experts: Any, packed: bool, native: NativeKernels | None) -> None:
     """Choose products that keep a row's bits among any number of rows: of packed weights where these do, else our own,
     else of at least 16 rows."""
-    weights = {name: weight for name in PROJECTIONS if (weight := getattr(experts, name, None)) is not None}
     if packed:
         experts.batch_invariant_layout = Layout(MIN_PACKED_ROWS, ROW_MULTIPLE)
         return
     experts.packed_weights = {}
+    weights = projections(experts)
     if native is not None and not experts.is_transposed and all(fits(weight) for weight in weights.values()):
         experts.batch_invariant_layout = Layout(multiple=ROW_MULTIPLE)
         experts.native_products = {name: Native(native, sys.maxsize) for name in weights}
@@ -220,9 +221,8 @@ def _keep_bits(experts: Any, packed: bool, native: NativeKernels | None) -> None
 
 def _lay_out_by_input(experts: Any) -> None:
     """Order the values of the weights as products of 16 rows and more read them fastest: shapes and values stay."""
-    for name in () if experts.is_transposed else PROJECTIONS:
-        weight = getattr(experts, name, None)
-        if weight is not None and weight.dtype is torch.float32:
+    for weight in () if experts.is_transposed else projections(experts).values():
+        if weight.dtype is torch.float32:
             with torch.inference_mode(False):
                 weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
 

@@ -152,13 +152,16 @@ def fits(weight: torch.Tensor) -> bool:
 
 def fit_sum(rows: torch.Tensor) -> bool:
     """Whether `weighted_sum` takes them."""
-    return _is_plain(rows) and rows.shape[-1] % LANES == 0
+    return _fills_vectors(rows)
 
 
 def fit_attention(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether `attention` takes them."""
-    stores = (keys, values)
-    return keys.dtype is values.dtype and all(_is_plain(s) and s.shape[-1] % LANES == 0 for s in stores)
+    return keys.dtype is values.dtype and _fills_vectors(keys) and _fills_vectors(values)
+
+
+def _fills_vectors(tensor: torch.Tensor) -> bool:
+    return _is_plain(tensor) and tensor.shape[-1] % LANES == 0
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

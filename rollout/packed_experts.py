@@ -103,7 +103,7 @@ def pack_experts(model: Any, required: bool = False) -> None:
         ValueError: it takes more, and is `required`, since engines that are to agree in every bit must choose alike.
     """
     modules = [module for module in model.modules() if is_experts(module)]
-    weights = [getattr(module, name) for module in modules for name in PROJECTIONS if hasattr(module, name)]
+    weights = [weight for module in modules for weight in projections(module).values()]
     if not weights or not all(_can_pack(weight) for weight in weights):
         return
     size, left = sum(weight.nbytes for weight in weights), available_bytes()
@@ -116,8 +116,8 @@ def pack_experts(model: Any, required: bool = False) -> None:
         logger.warning("experts are not packed, and slower: %s that are left", problem)
         return
     for module in modules:
-        names = [name for name in PROJECTIONS if hasattr(module, name)]
-        module.packed_weights = {name: PackedWeight(getattr(module, name), module.is_transposed) for name in names}
+        named = projections(module).items()
+        module.packed_weights = {name: PackedWeight(weight, module.is_transposed) for name, weight in named}
     repack(model)
     logger.info("experts are packed for faster products: a second copy of %.2f GB", size / 1e9)
 
@@ -142,6 +142,11 @@ def packed_keep_bits(model: Any) -> bool:
     """Whether all experts are packed, and products of packed weights of their shapes keep a row's bits."""
     shapes = {packed.shape: packed for packed in _all_packed(model)}
     return bool(shapes) and all(packed.rows_keep_bits() for packed in shapes.values())
+
+
+def projections(experts: Any) -> dict[str, torch.Tensor]:
+    """The weights of an experts module by name: which it has depends on the family."""
+    return {name: getattr(experts, name) for name in PROJECTIONS if getattr(experts, name, None) is not None}
 
 
 def is_experts(module: Any) -> bool:

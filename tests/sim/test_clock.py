@@ -81,7 +81,7 @@ def test_synchronous_steps_take_the_sum(rig, host_seconds_per_kernel, ratio):
     beside = np.minimum(times.beside, times.device)
     assert np.median(times.total / (times.device + times.host - beside)) == pytest.approx(1, rel=0.05)
     assert np.median(beside / times.host) < 0.2
-    assert np.median(times.total / (times.device + times.host)) > 0.8
+    assert np.median(times.total / (times.device + times.host)) > 0.9
 
 
 @pytest.mark.parametrize("ratio", [1.0, 4.0], ids=["d = h", "d = 4 h"])
