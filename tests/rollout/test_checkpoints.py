@@ -88,7 +88,7 @@ def test_a_checkpoints_own_code_runs_when_asked_for_and_the_log_says_so(
 
 
 def test_the_self_test_names_the_first_layer_that_differs(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A wrong scale in the attention of layer 1 only, on the pool and in the model's own attention."""
     path = checkpoint("qwen3_moe", num_hidden_layers=4)
@@ -98,10 +98,8 @@ def test_the_self_test_names_the_first_layer_that_differs(
         out, weights = attend(module, *args, **keywords)
         return (out * 2 if module.layer_idx == 1 else out), weights
 
-    seen: list[str] = []
     monkeypatch.setattr(attention_module, "slot_attention", wrong)
-    monkeypatch.setattr("rollout.build.logger.warning", lambda text, *args: seen.append(text % args))
-    with RolloutClient.local(path, dtype="float32"):
+    with caplog.at_level(logging.WARNING, logger="rollout"), RolloutClient.local(path, dtype="float32"):
         pass
-    assert "first in model.layers.1 (Qwen3MoeDecoderLayer)" in seen[0]
+    assert "first in model.layers.1 (Qwen3MoeDecoderLayer)" in caplog.text
     assert torch.get_default_dtype() is torch.float32
