@@ -86,10 +86,10 @@ def slot_attention(
     keys, values = _stores(module, key, value, attention_batch)
     if attention_batch.table is not None:
         return _by_table(query, keys, values, rule, attention_batch)[None], None
-    out = query.new_zeros(query.shape[2], query.shape[1], values.shape[-1])
+    out = query.new_empty(query.shape[2], query.shape[1], values.shape[-1])
+    out[len(attention_batch.out_cache_loc) :] = 0
     if attention_batch.native is not None:
-        found = _natively(query[0].transpose(0, 1), keys, values, rule, attention_batch.native)
-        out[: len(found)] = found
+        _natively(query[0].transpose(0, 1), keys, values, rule, attention_batch.native, out)
     for group in attention_batch.groups:
         q = query[0, :, group.start : group.end].unflatten(1, (-1, group.tokens)).transpose(0, 1)
         k, v = _strided(keys, group), _strided(values, group)
@@ -145,12 +145,18 @@ def _stores(
 
 
 def _natively(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Rule, reads: NativeReads
-) -> torch.Tensor:
-    """`[tokens, heads, dim]` of the first tokens of a `[tokens, heads, dim]` query."""
-    if not rule.is_plain or not fit_attention(keys, values):
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rule: Rule,
+    reads: NativeReads,
+    out: torch.Tensor,
+) -> None:
+    """The first tokens of a `[tokens, heads, dim]` query, into the same of `out`."""
+    if not rule.is_plain or not fit_attention(keys, values) or out.dtype is not values.dtype:
         raise NativeAttentionError(f"attention over {keys.dtype} keys {list(keys.shape)}, {rule}")
-    return reads.kernels.attention(query[: len(reads.first)], keys, values, *reads.seen(rule.reach), rule.scale)
+    count = len(reads.first)
+    reads.kernels.attention(query[:count], keys, values, *reads.seen(rule.reach), rule.scale, out[:count])
 
 
 def _by_table(

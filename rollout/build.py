@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +27,18 @@ from rollout.experts import (
     INVARIANT,
     MIN_ROWS,
     ROW_MULTIPLE,
-    use_experts_implementation,
-    use_native_products,
 )
+from rollout.fast_layers import FastLayers
 from rollout.forced_rows import try_forcing
 from rollout.group_start import NOT_FORCED, check_member, join, refuse_states
 from rollout.group_weights import part_of
+from rollout.huge_pages import use_huge_pages
 from rollout.loader import LoadedModel, fingerprint, load_model, move_model
 from rollout.lockstep import Lockstep, Membership
 from rollout.model_runner import ModelRunner
 from rollout.native import NativeKernels, choose_native
+from rollout.native_build import compilation
+from rollout.native_layers import use_native_products
 from rollout.packed_experts import forget_packed, repack
 from rollout.parallel import ExpertRange, RankGroup, StepShape
 from rollout.prefix_cache import PrefixCache
@@ -142,6 +143,8 @@ class BuiltEngine:
             self.engine.drain()
         finally:
             self.stream.close()
+            if self.runner.fast_layers is not None:
+                self.runner.fast_layers.undo()
             if self.runner.capturer is not None:
                 self.runner.capturer.close()
             if self.lockstep is not None:
@@ -180,12 +183,12 @@ def build_on(
     _check_device(options, stream.device)
     ranks = lockstep.ranks if lockstep is not None else None
     part = (ranks.rank, ranks.size) if ranks is not None else None
-    with ThreadPoolExecutor(1, "moe-rollout-compile") as beside:
-        threads = 1 if options.num_threads == "auto" else options.num_threads
-        alike = "batch_invariant=True" if options.batch_invariant else "dp_size" if ranks is not None else ""
-        chosen = beside.submit(choose_native, options.native_kernels, stream.device, threads, alike)
-        loaded = load_model(path, options.dtype, options.trust_remote_code, part)
-        native = chosen.result()
+    if options.native_kernels is not False and stream.device.type == "cpu":
+        compilation()  # beside the loading
+    loaded = load_model(path, options.dtype, options.trust_remote_code, part)
+    threads = 1 if options.num_threads == "auto" else options.num_threads
+    alike = "batch_invariant=True" if options.batch_invariant else "dp_size" if ranks is not None else ""
+    native = choose_native(options.native_kernels, stream.device, threads, alike)
     stream.run(lambda: move_model(loaded.model, stream.device))
     forcing, not_forced = None, NOT_FORCED
     if ranks is not None:
@@ -255,15 +258,17 @@ def _tested_runner(
     reference = stream.call(lambda: plain_forward(model, capturer, *tokens, ranks=ranks))
     plain_attention = model.config._attn_implementation
     use_slot_attention(model)
-    if ranks is None:
-        experts = _experts(options, stream.device)
-        stream.run(lambda: use_experts_implementation(model, experts, options.pack_experts, native))
+    stream.run(lambda: use_huge_pages(model))
+    experts = _experts(options, stream.device) if ranks is None else None
+    layers = FastLayers(model, experts, options.pack_weights, native)
+    stream.run(layers.use)
     size = 2 * len(reference.tokens)
     limits = options.max_running_requests, options.batch_invariant
     runner = ModelRunner(model, stream, capturer, size, *limits, ranks, native)
+    runner.fast_layers = layers
     if find_state_modules(model):
         runner.states = StateLayers(model)
-    choose_cache(runner, reference, plain_attention, loaded)
+    choose_cache(runner, reference, plain_attention, loaded, layers)
     _use_graphs(runner, reference, options)
     if options.num_threads != 1 and isinstance(stream, CpuStream) and ranks is None:
         _set_threads(runner, options, native)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from rollout.attention import LatentCacheError, NativeAttentionError
+from rollout.fast_layers import FastLayers
 from rollout.loader import LoadedModel, rope_types
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
@@ -13,7 +14,9 @@ from rollout.self_test import OWN_CACHE_PROMPT_LEN, Reference, check_engine, pla
 logger = logging.getLogger(__name__)
 
 
-def choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel) -> None:
+def choose_cache(
+    runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel, layers: FastLayers
+) -> None:
     """Keys and values in the pool, else the latents of a model that expands them, else the model's own cache.
 
     Each is tested; the last is slow, which is said once.
@@ -21,10 +24,10 @@ def choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str
     try:
         try:
             _check_one_rope(runner)
-            _check_attention(runner, reference)
+            _check_kernels(runner, reference, layers)
         except LatentCacheError:
             runner.pool.reset(latent=True)
-            check_engine(runner, reference)
+            _check_kernels(runner, reference, layers)
     except ValueError as error:
         if runner.ranks is not None:
             raise ValueError(f"{error}. The ranks of a group cannot run it on its own cache: use dp_size=1") from error
@@ -34,28 +37,55 @@ def choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str
             runner.states.close()
             runner.states = None
         runner.own_caches = OwnCacheForward(runner.model)
-        limits = loaded.vocab_size, loaded.max_positions, OWN_CACHE_PROMPT_LEN
-        longer = runner.stream.call(lambda: plain_forward(runner.model, runner.capturer, *limits))
+        longer = runner.stream.call(lambda: _longer_reference(runner, loaded, layers))
         try:
-            check_engine(runner, longer)
+            _check_kernels(runner, longer, layers)
         except ValueError as second:
             raise ValueError(f"{second}. On the slot pool: {error}") from second
         logger.warning("%s. It runs on its own cache instead: exact, but one forward per request and step", error)
 
 
-def _check_attention(runner: ModelRunner, reference: Reference) -> None:
-    """With our own kernels where they compute this model's attention, else with torch's."""
+def _longer_reference(runner: ModelRunner, loaded: LoadedModel, layers: FastLayers) -> Reference:
+    with layers.undone():
+        return plain_forward(
+            runner.model, runner.capturer, loaded.vocab_size, loaded.max_positions, OWN_CACHE_PROMPT_LEN
+        )
+
+
+def _check_kernels(runner: ModelRunner, reference: Reference, layers: FastLayers) -> None:
+    """With our own kernels; where that fails with torch's attention, then with torch's kernels only. Engines that must
+    compute alike have no choice."""
     try:
-        check_engine(runner, reference)
+        return check_engine(runner, reference)
     except LatentCacheError:
         raise
     except ValueError as error:
-        if runner.native is None:
-            raise
+        failed, native, name = error, layers.native, type(runner.model).__name__
+    if runner.native is not None:
         runner.native = None
+        if _passes(runner, reference):
+            level = logging.INFO if isinstance(failed, NativeAttentionError) else logging.WARNING
+            logger.log(level, "%s attends with torch's kernels: %s", name, failed)
+            return None
+    if native is None:
+        raise failed
+    if runner.batch_invariant or runner.ranks is not None:
+        raise ValueError(f"{failed}. Or our own kernels are wrong here: try native_kernels=False") from failed
+    runner.stream.run(lambda: layers.use_kernels(None))
+    if not _passes(runner, reference):
+        runner.stream.run(lambda: layers.use_kernels(native))
+        raise failed
+    logger.warning("%s computes with torch's kernels, ours are wrong here: %s", name, failed)
+    return None
+
+
+def _passes(runner: ModelRunner, reference: Reference) -> bool:
+    try:
         check_engine(runner, reference)
-        level = logging.INFO if isinstance(error, NativeAttentionError) else logging.WARNING
-        logger.log(level, "%s attends with torch's kernels: %s", type(runner.model).__name__, error)
+    except ValueError as error:
+        logger.debug("with torch's kernels: %s", error)
+        return False
+    return True
 
 
 def _check_one_rope(runner: ModelRunner) -> None:

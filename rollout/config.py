@@ -36,13 +36,15 @@ class EngineOptions(StrictModel):
             torch's operations gain from them in steps of few tokens; our own kernels do.
         experts_implementation: "hit_experts" (ours), or one of transformers: "eager", "grouped_mm", "batched_mm".
             "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
-        pack_experts: keep a second copy of bfloat16 and large float32 expert weights in the order that products on a
-            CPU read fastest, if it takes at most half of the memory that is left, else a warning, with batch_invariant
-            an error; packed again when weights change. A group of ranks never does.
-        native_kernels: on a CPU, compute attention of decodes and expert products of few rows, with batch_invariant of
-            whole prompts too, with kernels of our own where they take the model's sizes. The machine's C++ compiler
-            makes them when the first engine of a process starts. Where that fails, "auto" does without, with a warning;
-            with True, batch_invariant or dp_size it is an error, since there engines must compute alike.
+        pack_weights: keep a second copy of bfloat16 and large float32 expert weights, and without batch_invariant of
+            linear layers, in the order that products on a CPU read fastest, if it takes at most half of the memory that
+            is left, else a warning, with batch_invariant an error; packed again when weights change. A group of ranks
+            never does.
+        native_kernels: on a CPU, compute attention of decodes, RMS norms, experts of few rows, and, but in a group and
+            with batch_invariant, linear layers of few rows, with kernels of our own where they compute the same; with
+            batch_invariant attention and experts of whole prompts too. The machine's C++ compiler makes them when the
+            first engine of a process starts. Where that fails, "auto" does without, with a warning; with True,
+            batch_invariant or dp_size it is an error, since there engines must compute alike.
         dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
             experts. Must divide their number. The other sizes here count per rank. On CPUs only.
         moe_dispatch: what travels between ranks. "alltoall": each token's row to the ranks of its experts. "allgather":
@@ -65,7 +67,7 @@ class EngineOptions(StrictModel):
     trust_remote_code: bool = False
     num_threads: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 1
     experts_implementation: Literal["auto", "hit_experts", "eager", "grouped_mm", "batched_mm"] = "auto"
-    pack_experts: bool = True
+    pack_weights: bool = True
     native_kernels: bool | Literal["auto"] = "auto"
     dp_size: int = Field(1, ge=1, le=1024)
     moe_dispatch: Literal["alltoall", "allgather"] = "alltoall"

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from rollout.huge_pages import empty_like
+
 
 class ParkedWeights:
     """A model without its weights, from `park` to `restore`. `keep` holds a copy in host memory.
@@ -30,7 +32,7 @@ class ParkedWeights:
         """Give each weight its memory again; filled from the host copy if there is one, else to be filled."""
         with torch.inference_mode(False):
             for name, tensor in _weights(self._model).items():
-                empty = None if self.keep else torch.empty_like(self._forms[name], device=tensor.device)
+                empty = None if self.keep else empty_like(self._forms[name], tensor.device)
                 tensor.data = self._kept.pop(name).to(tensor.device) if empty is None else empty
 
 

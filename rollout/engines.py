@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout.backend import Backend
 from rollout.config import EngineOptions
+from rollout.native_build import compilation
 
 OWN = "moe-rollout"
 
@@ -43,10 +44,13 @@ def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
         from rollout.sglang_engine import start_sglang
 
         return start_sglang(model, **options)
-    if EngineOptions(**options).dp_size > 1:
+    ours = EngineOptions(**options)
+    if ours.dp_size > 1:
         from rollout.group_backend import GroupBackend
 
         return GroupBackend(model, **options)
+    if ours.native_kernels is not False and ours.device == "cpu":
+        compilation()  # beside the import of torch and transformers
     from rollout.local_backend import LocalBackend
 
     return LocalBackend(model, **options)

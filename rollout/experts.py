@@ -8,6 +8,7 @@ start, see self_test.py): of packed weights, of our own kernels, or of 16 rows a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from rollout.native import NativeKernels, fit_sum, fits
+from rollout.native import NativeKernels, fit_vectors, fits
+from rollout.native_layers import Native, forget_native, native_output, use_native_experts, use_native_products
 from rollout.packed_experts import MIN_PACKED_ROWS, is_experts, pack_experts, packed_keep_bits, projections
 from rollout.router import wrap_forward
 
@@ -29,14 +31,6 @@ ROW_MULTIPLE = 32
 # Up to here the transposed product took 0.4 to 0.8 of the time on an AMD EPYC (AVX-512); beyond, up to twice as long.
 FEW_ROWS = 8
 FEW_VALUES = 2048
-# Rows of an expert up to which our own kernels were faster on the same machine, by dtype and whether there are packed
-# weights.
-NATIVE_ROWS = {
-    (torch.float32, False): 32,
-    (torch.float32, True): 1,
-    (torch.bfloat16, False): 12,
-    (torch.bfloat16, True): 12,
-}
 _PRODUCTS = frozenset({F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
 
 
@@ -45,13 +39,6 @@ class Layout(NamedTuple):
 
     min_rows: int = 1
     multiple: int = 1
-
-
-class Native(NamedTuple):
-    """Our own kernels, for groups of at most so many rows."""
-
-    kernels: NativeKernels
-    most_rows: int
 
 
 COMPACT = Layout()
@@ -119,6 +106,9 @@ def experts_output(
     self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
     """Outputs `[tokens, hidden]` of an experts module."""
+    whole = native_output(self, hidden, top_k_index, top_k_weights)
+    if whole is not None:
+        return whole
     tokens, slots = top_k_index.shape
     groups = group_by_expert(top_k_index, self.num_experts, layout)
     rows = hidden.index_select(0, groups.token)
@@ -129,7 +119,12 @@ def experts_output(
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
     native = getattr(self, "native_products", {}).get("down_proj")
-    if native is not None and out.dtype is hidden.dtype and top_k_weights.shape == top_k_index.shape and fit_sum(out):
+    if (
+        native is not None
+        and out.dtype is hidden.dtype
+        and top_k_weights.shape == top_k_index.shape
+        and fit_vectors(out)
+    ):
         return native.kernels.weighted_sum(out, groups.row, top_k_weights)
     weighted = out[groups.row].view(tokens, slots, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(dim=1).to(hidden.dtype)
@@ -170,9 +165,12 @@ def _is_few(rows: torch.Tensor) -> bool:
     return 1 < len(rows) <= FEW_ROWS and rows.numel() <= FEW_VALUES and rows.dtype is torch.float32
 
 
-def use_experts_implementation(model: Any, name: str, pack: bool = True, native: NativeKernels | None = None) -> None:
+def use_experts_implementation(
+    model: Any, name: str, pack: bool, native: NativeKernels | None, undo: contextlib.ExitStack
+) -> None:
     """Switch `model` to the experts implementation `name`, ours or transformers'; for ours `pack`, see
-    packed_experts.py, and `native`, see native.py."""
+    packed_experts.py, and `native`, see native.py. `undo` gets what makes it ready for another one."""
+    undo.callback(forget_native, model)
     ALL_EXPERTS_FUNCTIONS.register("hit_experts", hit_experts)
     ALL_EXPERTS_FUNCTIONS.register("batch_invariant_experts", batch_invariant_experts)
     model.set_experts_implementation(name)
@@ -186,21 +184,7 @@ def use_experts_implementation(model: Any, name: str, pack: bool = True, native:
             if is_experts(module):
                 _keep_bits(module, packed, native)
             elif type(module).__name__.endswith("Experts"):
-                wrap_forward(module, _with_padded_products)
-
-
-def use_native_products(model: Any, native: NativeKernels | None) -> None:
-    """Let the experts modules of `model` compute groups of few rows with our own kernels."""
-    if native is None:
-        return
-    for module in model.modules():
-        if is_experts(module) and not module.is_transposed:
-            packed = getattr(module, "packed_weights", {})
-            module.native_products = {
-                name: Native(native, NATIVE_ROWS[weight.dtype, name in packed])
-                for name, weight in projections(module).items()
-                if fits(weight)
-            }
+                undo.callback(wrap_forward(module, _with_padded_products))
 
 
 def _keep_bits(experts: Any, packed: bool, native: NativeKernels | None) -> None:
@@ -213,7 +197,7 @@ def _keep_bits(experts: Any, packed: bool, native: NativeKernels | None) -> None
     weights = projections(experts)
     if native is not None and not experts.is_transposed and all(fits(weight) for weight in weights.values()):
         experts.batch_invariant_layout = Layout(multiple=ROW_MULTIPLE)
-        experts.native_products = {name: Native(native, sys.maxsize) for name in weights}
+        use_native_experts(experts, native, dict.fromkeys(weights, sys.maxsize))
     else:
         experts.batch_invariant_layout = INVARIANT
         _lay_out_by_input(experts)

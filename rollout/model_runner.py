@@ -15,6 +15,7 @@ from rollout.cuda_graphs import Bucket, Buckets, GraphRunner, Tensors
 from rollout.device import CpuStream, Stream
 from rollout.engine_stats import StepSeconds
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
+from rollout.fast_layers import FastLayers
 from rollout.forced_rows import ForcedRows, RowForcing
 from rollout.forward_batch import ForwardBatch, GenerationBatchResult
 from rollout.kv_pool import KVPool
@@ -52,12 +53,13 @@ class ModelRunner:
         self.pool = KVPool(kv_tokens)
         self.states: StateLayers | None = None
         self.own_caches: OwnCacheForward | None = None
+        self.fast_layers: FastLayers | None = None
         self.forcing: RowForcing | None = None
         self.buckets: Buckets | None = None
         self.graphs: GraphRunner | None = None
         self.seconds = StepSeconds()
         self._cache_keyword = cache_keyword(model)
-        self._batch_invariant = batch_invariant
+        self.batch_invariant = batch_invariant
         self._counts = TokenCounts(max_running_requests)
         self._last_token = stream.call(
             lambda: torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
@@ -127,7 +129,7 @@ class ModelRunner:
 
     def rows_for(self, tokens: int) -> int:
         """Rows of a forward over so many tokens, with padding; at least one."""
-        padded = self._batch_invariant and self.own_caches is None
+        padded = self.batch_invariant and self.own_caches is None
         rows = max(tokens, 1)
         return rows + (-rows % ROW_MULTIPLE if padded else 0)
 
@@ -146,7 +148,7 @@ class ModelRunner:
         logits_rows = [row for _, row in sampling] + prompt_rows or [0]
         forced = [(w.request, w.start, w.start + w.length) for w in batch]
         bucket = self._bucket(batch, spans, bool(prompts or ForcedRows.needed(forced)))
-        padded = self._batch_invariant and self.own_caches is None
+        padded = self.batch_invariant and self.own_caches is None
         num_padding = (self.rows_for(len(position)) if rows is None else rows) - len(position)
         if bucket is not None:
             num_padding, logits_rows = bucket.rows - len(position), list(range(bucket.rows))
@@ -181,7 +183,7 @@ class ModelRunner:
     def _attention(self, spans: list[Span], slots: torch.Tensor, bucket: Bucket | None) -> AttentionBatch:
         if bucket is not None:
             return AttentionBatch.plan_table(self.pool, spans, slots, *bucket)
-        return AttentionBatch.plan(self.pool, spans, slots, self._batch_invariant, self.native)
+        return AttentionBatch.plan(self.pool, spans, slots, self.batch_invariant, self.native)
 
     def _forward(self, batch: ForwardBatch, result: GenerationBatchResult) -> None:
         batch.input_ids[: len(batch.decode_rows)] = self._last_token[batch.decode_rows]

@@ -25,9 +25,9 @@ MIN_PACKED_ROWS = 2  # a single row of a large weight has a kernel of its own, a
 
 
 class PackedWeight:
-    """One weight, `[experts, out, in]`, packed expert by expert; anew when it changed."""
+    """One weight, `[experts, out, in]`, packed expert by expert, or one matrix, `[out, in]`; anew when it changed."""
 
-    def __init__(self, weight: torch.Tensor, is_transposed: bool) -> None:
+    def __init__(self, weight: torch.Tensor, is_transposed: bool = False) -> None:
         self._weight = weight
         self._is_transposed = is_transposed
         self._packed: dict[int, torch.Tensor] = {}
@@ -39,21 +39,30 @@ class PackedWeight:
         """As the model has it."""
         return self._weight.shape
 
+    @property
+    def nbytes(self) -> int:
+        """Of the copy, when all is packed."""
+        return self._weight.nbytes
+
     def is_faster(self, rows: int) -> bool:
         """Than a product of so many rows with the plain weight, as measured."""
         return rows >= self._min_rows
 
     def product(self, rows: torch.Tensor, expert: int, out: torch.Tensor) -> None:
         """Write `rows @ weight[expert].T` of `[rows, in]` into `out`."""
+        out.copy_(self.linear(rows, expert))
+
+    def linear(self, rows: torch.Tensor, expert: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`rows @ weight[expert].T + bias` of `[rows, in]`."""
         self._forget_if_changed()
         packed = self._packed.get(expert)
         if packed is None:
             packed = self._pack(expert)
-        out.copy_(torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], ""))
+        return torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")
 
     def rows_keep_bits(self) -> bool:
         """Whether a row's product has the same bits among any number of rows from 2 on: tried on random rows."""
-        outputs, inputs = (self._weight[0].t() if self._is_transposed else self._weight[0]).shape
+        outputs, inputs = self._matrix(0).shape
         rows = torch.randn(CHECKED_ROWS, inputs, generator=torch.Generator().manual_seed(0)).to(self._weight.dtype)
 
         def product(start: int, end: int) -> torch.Tensor:
@@ -71,7 +80,7 @@ class PackedWeight:
     def pack(self) -> None:
         """Pack what is not packed, now rather than at the next product."""
         self._forget_if_changed()
-        for expert in range(len(self._weight)):
+        for expert in range(len(self._weight) if self._weight.ndim == 3 else 1):
             if expert not in self._packed:
                 self._pack(expert)
 
@@ -85,10 +94,13 @@ class PackedWeight:
             self._seen = state
 
     def _pack(self, expert: int) -> torch.Tensor:
-        weight = self._weight[expert].t() if self._is_transposed else self._weight[expert]
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(self._matrix(expert).contiguous(), PACKED_FOR_ROWS)
         self._packed[expert] = packed
         return packed
+
+    def _matrix(self, expert: int) -> torch.Tensor:
+        weight = self._weight[expert] if self._weight.ndim == 3 else self._weight
+        return weight.t() if self._is_transposed else weight
 
     def _state(self) -> tuple[int, int]:
         """Differs after every change in place and every change of memory."""
@@ -104,7 +116,7 @@ def pack_experts(model: Any, required: bool = False) -> None:
     """
     modules = [module for module in model.modules() if is_experts(module)]
     weights = [weight for module in modules for weight in projections(module).values()]
-    if not weights or not all(_can_pack(weight) for weight in weights):
+    if not weights or not all(can_pack(weight) and _gains(weight) for weight in weights):
         return
     size, left = sum(weight.nbytes for weight in weights), available_bytes()
     if size > MAX_SHARE_OF_MEMORY * left:
@@ -112,7 +124,7 @@ def pack_experts(model: Any, required: bool = False) -> None:
             f"a copy of {size / 1e9:.1f} GB, packed for faster products, takes more than half of {left / 1e9:.1f} GB"
         )
         if required:
-            raise ValueError(f"batch_invariant=True: {problem} that are left; use pack_experts=False in all engines")
+            raise ValueError(f"batch_invariant=True: {problem} that are left; use pack_weights=False in all engines")
         logger.warning("experts are not packed, and slower: %s that are left", problem)
         return
     for module in modules:
@@ -138,6 +150,11 @@ def _all_packed(model: Any) -> list[PackedWeight]:
     return [packed for module in model.modules() for packed in getattr(module, "packed_weights", {}).values()]
 
 
+def packed_bytes(model: Any) -> int:
+    """That all packed copies take."""
+    return sum(packed.nbytes for packed in _all_packed(model))
+
+
 def packed_keep_bits(model: Any) -> bool:
     """Whether all experts are packed, and products of packed weights of their shapes keep a row's bits."""
     shapes = {packed.shape: packed for packed in _all_packed(model)}
@@ -154,11 +171,16 @@ def is_experts(module: Any) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 
-def _can_pack(weight: Any) -> bool:
+def can_pack(weight: Any) -> bool:
+    """Whether there are kernels for it. A weight made in inference mode counts no changes."""
     if not isinstance(weight, torch.Tensor) or weight.device.type != "cpu" or weight.is_inference():
         return False
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32 and weight[0].numel() >= MIN_FLOAT32_VALUES
+    return weight.dtype is torch.float32
+
+
+def _gains(weight: torch.Tensor) -> bool:
+    return weight.dtype is not torch.float32 or weight[0].numel() >= MIN_FLOAT32_VALUES

@@ -139,7 +139,7 @@ def test_experts_are_not_packed_where_half_of_the_memory_would_not_hold_them(mon
     pack_experts(experts)
     assert not hasattr(experts, "packed_weights")
     assert "experts are not packed" in caplog.text
-    with pytest.raises(ValueError, match=r"more than half of .* GB that are left; use pack_experts=False in all"):
+    with pytest.raises(ValueError, match=r"more than half of .* GB that are left; use pack_weights=False in all"):
         pack_experts(experts, required=True)
     monkeypatch.setattr(packed_experts, "available_bytes", lambda: 2 * size)
     pack_experts(experts)

@@ -1,25 +1,24 @@
-"""Our own kernels against float64 by hand; their bits, whoever shares the call; and machines without a compiler."""
+"""Our own kernels against float64 by hand; their bits, whoever shares the call; and engines that use them."""
 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rollout import RolloutClient, SamplingParams, native
+from rollout import RolloutClient, SamplingParams
 from rollout.attention_plan import NativeReads, Span
-from rollout.experts import COMPACT, Layout, Native, experts_output, use_native_products
-from rollout.native import NativeKernels, NativeKernelsError, choose_native, fit_attention, fits, load_library
+from rollout.experts import COMPACT, Layout, experts_output
+from rollout.native import NativeKernels, fit_attention, fits
+from rollout.native_build import load_library
+from rollout.native_layers import Native, use_native_products
 from rollout.reach import Reach
 from tests.rollout.test_experts import BIG, HEIGHTS, Experts, by_hand, computed, inputs
 
-CPU = torch.device("cpu")
+WRONG = "computes with torch's kernels, ours are wrong here"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
@@ -48,7 +47,7 @@ def test_products_are_those_of_float64_and_other_rows_are_left_alone(kernels, dt
 
 
 def test_rows_of_another_dtype_are_refused(kernels) -> None:
-    with pytest.raises(ValueError, match=r"rows of torch.bfloat16 for weights of torch.float32"):
+    with pytest.raises(ValueError, match=r"rows of 16 torch.bfloat16 for weights of 16 torch.float32"):
         linear(kernels, torch.zeros(2, 16).bfloat16(), torch.zeros(1, 4, 16), [0], [0], [2])
 
 
@@ -68,6 +67,12 @@ def test_sums_over_slots(kernels, dtype) -> None:
     found = kernels.weighted_sum(rows, where.flatten(), weights)
     expected = (rows.double()[where] * weights.double()[:, :, None]).sum(1)
     torch.testing.assert_close(found.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def attention(kernels: NativeKernels, queries: torch.Tensor, *given: Any) -> torch.Tensor:
+    out = torch.full((*queries.shape[:2], given[1].shape[-1]), float("nan"), dtype=given[1].dtype)
+    kernels.attention(queries, *given, out)
+    return out
 
 
 def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -92,12 +97,12 @@ def test_attention_is_that_of_float64_and_reads_no_other_key(kernels, dtype, sha
         for store in (keys, values):
             store[start : start + count] = torch.randn(count, *store.shape[1:], generator=generator).to(dtype)
     given = torch.from_numpy(first), torch.tensor(lens)
-    found = kernels.attention(queries, keys, values, *given, max(lens), None)
+    found = attention(kernels, queries, keys, values, *given, max(lens), None)
     for i, (start, count) in enumerate(zip(first.tolist(), lens, strict=True)):
         expected = attended(queries[i], keys, values, start, count)
         torch.testing.assert_close(found[i].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        alone = kernels.attention(
-            queries[i : i + 1], keys, values, given[0][i : i + 1], given[1][i : i + 1], count, None
+        alone = attention(
+            kernels, queries[i : i + 1], keys, values, given[0][i : i + 1], given[1][i : i + 1], count, None
         )
         assert torch.equal(alone[0], found[i])
 
@@ -107,13 +112,13 @@ def test_large_scores_do_not_overflow_and_nan_is_not_hidden(kernels) -> None:
     keys[:, 0, 0] = torch.tensor([300.0, -300.0, 299.0])
     values = torch.arange(3.0)[:, None, None].expand(3, 1, 16).contiguous()
     query, where = torch.full((1, 1, 16), 4.0), (torch.tensor([0]), torch.tensor([3]))
-    found = kernels.attention(query, keys, values, *where, 3, 1.0)
+    found = attention(kernels, query, keys, values, *where, 3, 1.0)
     expected = 2 / (1 + np.exp(4.0))
     torch.testing.assert_close(found, torch.full((1, 1, 16), expected, dtype=torch.float32))
     query[0, 0, 3] = float("nan")
-    assert kernels.attention(query, keys, values, *where, 3, 1.0).isnan().all()
+    assert attention(kernels, query, keys, values, *where, 3, 1.0).isnan().all()
     keys[1, 0, 0] = float("inf")
-    assert kernels.attention(torch.ones(1, 1, 16), keys, values, *where, 3, 1.0).isnan().all()
+    assert attention(kernels, torch.ones(1, 1, 16), keys, values, *where, 3, 1.0).isnan().all()
 
 
 def test_reads_cover_each_token_of_each_span_and_respect_the_reach() -> None:
@@ -194,69 +199,32 @@ def test_an_engine_uses_them_and_draws_the_tokens_that_it_draws_without(checkpoi
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_without_a_compiler_auto_says_so_and_does_without(monkeypatch, caplog, tmp_path) -> None:
-    load_library.cache_clear()
-    monkeypatch.setenv("CXX", "no-such-compiler --flag")
-    with caplog.at_level(logging.WARNING, logger="rollout.native"):
-        assert choose_native("auto", CPU, 1) is None
-    (line,) = caplog.messages
-    assert line.startswith("no native kernels, and steps are slower: no C++ compiler: ")
-    assert "install one, or name it in CXX" in line
-    for setting, alike, asked in ((True, "", "native_kernels=True: "), ("auto", "dp_size", "dp_size, for which all ")):
-        with pytest.raises(
-            ValueError, match=rf"^{asked}.*no C\+\+ compiler.*Or use native_kernels=False in all of them"
-        ):
-            choose_native(setting, CPU, 1, alike)
-    assert choose_native(False, CPU, 1, "dp_size") is None
-    monkeypatch.setenv("CXX", "")
-    monkeypatch.setattr(native.tempfile, "tempdir", "/no/such/directory")
-    with pytest.raises(NativeKernelsError, match=r"cannot be made or loaded: .*see TMPDIR"):
-        load_library()
-    monkeypatch.setattr(native.tempfile, "tempdir", None)
-    broken = tmp_path / "compiler"
-    broken.write_text("#!/bin/sh\nprintf '\\351 is not UTF-8' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(NativeKernelsError, match=r"failed: . is not UTF-8"):
-        load_library()
-    monkeypatch.setattr(native, "SOURCE", Path(__file__))
-    monkeypatch.delenv("CXX")
-    with pytest.raises(NativeKernelsError, match="failed: "):
-        load_library()
-    monkeypatch.undo()
-    load_library.cache_clear()
-    assert choose_native(True, CPU, 3).num_threads == 3
+def wrong_attention(self: Any, *given: Any) -> None:
+    given[-1].zero_()
 
 
-def test_on_another_device_there_are_none() -> None:
-    device = torch.device("cuda")
-    assert choose_native("auto", device, 1) is None
-    assert choose_native(False, device, 1) is None
-    with pytest.raises(ValueError, match="native_kernels=True is not available on device 'cuda'"):
-        choose_native(True, device, 1)
+def wrong_result(real: Any) -> Any:
+    return lambda self, *given: real(self, *given) * 1.5
 
 
-def test_they_leave_nothing_behind_and_share_torchs_openmp(tmp_path: Path) -> None:
-    code = (
-        "import re, torch; from rollout.native import load_library; "
-        "libraries = lambda: set(re.findall(r'\\S*(?:gomp|omp5|libomp)\\S*', open('/proc/self/maps').read())); "
-        "before = libraries(); load_library(); assert libraries() == before, libraries(); print('loaded')"
+@pytest.mark.parametrize(
+    ("kernel", "line_begins"),
+    [("attention", "attends with torch's kernels"), ("linear", WRONG), ("gated_experts", WRONG)],
+)
+def test_kernels_that_are_wrong_on_a_machine_are_given_up_at_start(
+    checkpoint, monkeypatch, caplog, kernel, line_begins
+) -> None:
+    wrong = wrong_attention if kernel == "attention" else wrong_result(getattr(NativeKernels, kernel))
+    monkeypatch.setattr(NativeKernels, kernel, wrong)
+    path, greedy = (
+        checkpoint("qwen3_moe", hidden_size=512),
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert run.stdout.strip() == "loaded", run.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_kernels_that_are_wrong_on_a_machine_are_given_up_at_start(checkpoint, monkeypatch, caplog) -> None:
-    attention = NativeKernels.attention
-    monkeypatch.setattr(NativeKernels, "attention", lambda self, *given: attention(self, *given) * 1.5)
-    path, greedy = checkpoint("qwen3_moe"), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with caplog.at_level(logging.WARNING, logger="rollout.cache_choice"):
         with RolloutClient.local(path, dtype="float32") as client:
             (found,) = client.sample([[5, 6, 7]], sampling_params=greedy)
     (line,) = caplog.messages
-    assert line.startswith("Qwen3MoeForCausalLM attends with torch's kernels: ")
+    assert line.startswith(f"Qwen3MoeForCausalLM {line_begins}: ")
     assert "differs from the plain model" in line
     with RolloutClient.local(path, dtype="float32", native_kernels=False) as client:
         (expected,) = client.sample([[5, 6, 7]], sampling_params=greedy)

@@ -111,7 +111,7 @@ def test_packed_experts_are_those_of_the_new_weights(sleeps: bool, old: Path, ne
         else:
             client.update_weights(new, version=1)
         after = client.sample(prompts, sampling_params=GREEDY)
-    with RolloutClient.local(new, dtype="bfloat16", pack_experts=False) as client:
+    with RolloutClient.local(new, dtype="bfloat16", pack_weights=False) as client:
         expected = client.sample(prompts, sampling_params=GREEDY)
     assert [t.completion_ids for t in after] != [t.completion_ids for t in before]
     assert [t.completion_ids for t in after] == [t.completion_ids for t in expected]
