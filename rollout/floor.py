@@ -6,18 +6,20 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import set_num_threads  # vLLM on a CPU replaces torch.set_num_threads by a function that does nothing
 
 from storage.sites import find_routers
 
-READ_BYTES = 256 * 2**20  # more than any cache holds
+READ_BYTES = 2**30  # the caches of a server that many share hold hundreds of megabytes
 GEMM_SIZE = 2048
 REPEATS = 5
 
 
 class Floor(NamedTuple):
-    """Bytes per second that a matrix-vector product reads, and operations per second of a square matrix product.
+    """Bytes per second that a sum or a matrix-vector product reads, whichever is faster, and operations per second of a
+    square matrix product.
 
     >>> floor = Floor(read=11.4e9, flops=137e9)
     >>> f"{1e3 * floor.seconds_to_read(57e6):.1f} ms"
@@ -40,11 +42,12 @@ class Floor(NamedTuple):
 def measure_floor(dtype: torch.dtype, threads: int) -> Floor:
     """Measured with so many threads; the best of a few tries."""
     set_num_threads(threads)
-    columns = 4096
-    matrix = torch.ones(READ_BYTES // columns // dtype.itemsize, columns, dtype=dtype)
-    vector = torch.ones(columns, dtype=dtype)
+    ones = 0x3F80_3F80_3F80_3F80  # four times 1 in bfloat16, twice about 1 in float32
+    words = torch.from_numpy(np.full(READ_BYTES // 8, ones, np.int64))  # in huge pages, see huge_pages.py
+    matrix, vector = words.view(dtype).view(-1, 4096), torch.ones(4096, dtype=dtype)
     a, b = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
-    return Floor(READ_BYTES / _best(lambda: matrix @ vector), 2 * GEMM_SIZE**3 / _best(lambda: a @ b))
+    seconds = min(_best(words.sum), _best(lambda: matrix @ vector))
+    return Floor(READ_BYTES / seconds, 2 * GEMM_SIZE**3 / _best(lambda: a @ b))
 
 
 def _best(work: Callable[[], Any]) -> float:
