@@ -37,7 +37,7 @@ from rollout.loader import LoadedModel, fingerprint, load_model, move_model
 from rollout.lockstep import Lockstep, Membership
 from rollout.model_runner import ModelRunner
 from rollout.native import NativeKernels, choose_native
-from rollout.native_build import compilation
+from rollout.native_build import loading_beside
 from rollout.native_layers import use_native_products
 from rollout.packed_experts import forget_packed, repack
 from rollout.parallel import ExpertRange, RankGroup, StepShape
@@ -183,9 +183,9 @@ def build_on(
     _check_device(options, stream.device)
     ranks = lockstep.ranks if lockstep is not None else None
     part = (ranks.rank, ranks.size) if ranks is not None else None
-    if options.native_kernels is not False and stream.device.type == "cpu":
-        compilation()  # beside the loading
-    loaded = load_model(path, options.dtype, options.trust_remote_code, part)
+    has_native = options.native_kernels is not False and stream.device.type == "cpu"
+    with loading_beside() if has_native else contextlib.nullcontext():
+        loaded = load_model(path, options.dtype, options.trust_remote_code, part)
     threads = 1 if options.num_threads == "auto" else options.num_threads
     alike = "batch_invariant=True" if options.batch_invariant else "dp_size" if ranks is not None else ""
     native = choose_native(options.native_kernels, stream.device, threads, alike)

@@ -14,6 +14,10 @@ from rollout.self_test import OWN_CACHE_PROMPT_LEN, Reference, check_engine, pla
 logger = logging.getLogger(__name__)
 
 
+class WrongKernelsError(ValueError):
+    """Our own kernels compute something else on this machine, and an engine that must compute like others has them."""
+
+
 def choose_cache(
     runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel, layers: FastLayers
 ) -> None:
@@ -28,6 +32,8 @@ def choose_cache(
         except LatentCacheError:
             runner.pool.reset(latent=True)
             _check_kernels(runner, reference, layers)
+    except WrongKernelsError:
+        raise
     except ValueError as error:
         if runner.ranks is not None:
             raise ValueError(f"{error}. The ranks of a group cannot run it on its own cache: use dp_size=1") from error
@@ -53,8 +59,8 @@ def _longer_reference(runner: ModelRunner, loaded: LoadedModel, layers: FastLaye
 
 
 def _check_kernels(runner: ModelRunner, reference: Reference, layers: FastLayers) -> None:
-    """With our own kernels; where that fails with torch's attention, then with torch's kernels only. Engines that must
-    compute alike have no choice."""
+    """With our own kernels; where that fails with torch's attention, then with torch's kernels only, but where engines
+    must compute alike."""
     try:
         return check_engine(runner, reference)
     except LatentCacheError:
@@ -67,14 +73,14 @@ def _check_kernels(runner: ModelRunner, reference: Reference, layers: FastLayers
             level = logging.INFO if isinstance(failed, NativeAttentionError) else logging.WARNING
             logger.log(level, "%s attends with torch's kernels: %s", name, failed)
             return None
-    if native is None:
+    if native is None or runner.ranks is not None:
         raise failed
-    if runner.batch_invariant or runner.ranks is not None:
-        raise ValueError(f"{failed}. Or our own kernels are wrong here: try native_kernels=False") from failed
     runner.stream.run(lambda: layers.use_kernels(None))
     if not _passes(runner, reference):
         runner.stream.run(lambda: layers.use_kernels(native))
         raise failed
+    if runner.batch_invariant:
+        raise WrongKernelsError(f"{failed}. With native_kernels=False, in all engines, it does not") from failed
     logger.warning("%s computes with torch's kernels, ours are wrong here: %s", name, failed)
     return None
 

@@ -38,13 +38,14 @@ class EngineOptions(StrictModel):
             "auto" is "hit_experts" on a CPU, and "grouped_mm", which never waits for the device, elsewhere.
         pack_weights: keep a second copy of bfloat16 and large float32 expert weights, and without batch_invariant of
             linear layers, in the order that products on a CPU read fastest, if it takes at most half of the memory that
-            is left, else a warning, with batch_invariant an error; packed again when weights change. A group of ranks
-            never does.
-        native_kernels: on a CPU, compute attention of decodes, RMS norms, experts of few rows, and, but in a group and
-            with batch_invariant, linear layers of few rows, with kernels of our own where they compute the same; with
-            batch_invariant attention and experts of whole prompts too. The machine's C++ compiler makes them when the
-            first engine of a process starts. Where that fails, "auto" does without, with a warning; with True,
-            batch_invariant or dp_size it is an error, since there engines must compute alike.
+            is left, else a warning, with batch_invariant an error; packed again when weights change. Only with
+            "hit_experts", and never in a group of ranks.
+        native_kernels: on a CPU, compute attention of decodes, RMS norms, with "hit_experts" experts of few rows and,
+            but with batch_invariant, linear layers of few rows, with kernels of our own where they compute the same;
+            with batch_invariant attention and experts of whole prompts too. In a group all but linear layers. The
+            machine's C++ compiler makes them when the first engine of a process starts. Where that fails, "auto" does
+            without, with a warning; with True, batch_invariant or dp_size it is an error, since there engines must
+            compute alike.
         dp_size: ranks of a group that serves one model together: each has its own requests and pool, and a part of the
             experts. Must divide their number. The other sizes here count per rank. On CPUs only.
         moe_dispatch: what travels between ranks. "alltoall": each token's row to the ranks of its experts. "allgather":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from rollout.backend import Backend
 from rollout.config import EngineOptions
-from rollout.native_build import compilation
+from rollout.native_build import loading_beside
 
 OWN = "moe-rollout"
 
@@ -49,11 +50,10 @@ def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
         from rollout.group_backend import GroupBackend
 
         return GroupBackend(model, **options)
-    if ours.native_kernels is not False and ours.device == "cpu":
-        compilation()  # beside the import of torch and transformers
-    from rollout.local_backend import LocalBackend
+    with loading_beside() if ours.native_kernels is not False and ours.device == "cpu" else contextlib.nullcontext():
+        from rollout.local_backend import LocalBackend  # with torch and transformers
 
-    return LocalBackend(model, **options)
+        return LocalBackend(model, **options)
 
 
 def connect_engine(backend: str, url: str, model: str, **options: Any) -> Backend:

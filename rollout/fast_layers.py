@@ -11,11 +11,11 @@ from rollout.linears import use_fast_linears
 from rollout.memory import available_bytes
 from rollout.native import NativeKernels
 from rollout.native_layers import use_native_norms
-from rollout.packed_experts import MAX_SHARE_OF_MEMORY, packed_bytes
+from rollout.packed_experts import MAX_SHARE_OF_MEMORY, is_experts, packed_bytes
 
 
 class FastLayers:
-    """Of one model.
+    """Of one model. Packed copies of weights are kept for the next use.
 
     Attributes:
         native: the kernels in use, or None.
@@ -30,11 +30,13 @@ class FastLayers:
 
     def use(self) -> None:
         """Replace them; on the engine's stream, as all of these."""
-        budget = MAX_SHARE_OF_MEMORY * available_bytes() if self._pack else 0
+        modules = list(self._model.modules())
+        budget = MAX_SHARE_OF_MEMORY * (available_bytes() + packed_bytes(modules)) if self._pack else 0
         if self._experts is not None:
             use_experts_implementation(self._model, self._experts, self._pack, self.native, self._undo)
         if self._experts == "hit_experts":
-            use_fast_linears(self._model, self.native, max(budget - packed_bytes(self._model), 0), self._undo)
+            budget -= packed_bytes(filter(is_experts, modules))
+            use_fast_linears(self._model, self.native, max(budget, 0), self._undo)
         if self.native is not None:
             use_native_norms(self._model, self.native, self._undo)
 

@@ -34,16 +34,16 @@ def use_fast_linears(model: Any, native: NativeKernels | None, budget: float, un
     to_pack = [layer for layer in layers if can_pack(layer.weight)]
     size = sum(layer.weight.nbytes for layer in to_pack)
     if size > budget:
-        if budget:
+        if budget > 0:
             gigabytes = size / 1e9, budget / 1e9
             logger.warning("linear layers are not packed, and slower: %.1f GB of copies, and %.1f are left", *gigabytes)
         to_pack = []
     for layer in to_pack:
-        layer.packed_weights = {"weight": PackedWeight(layer.weight)}
+        if not hasattr(layer, "packed_weights"):
+            layer.packed_weights = {"weight": PackedWeight(layer.weight)}
         layer.packed_weights["weight"].pack()
-        undo.callback(vars(layer).pop, "packed_weights")
     for layer in layers:
-        packed = getattr(layer, "packed_weights", {}).get("weight")
+        packed = layer.packed_weights["weight"] if layer in to_pack else None
         if packed is not None or (native is not None and fits(layer.weight)):
             undo.callback(wrap_forward(layer, functools.partial(_linear, layer, packed, native)))
 

@@ -113,6 +113,8 @@ class NativeKernels:
             gate_up: `[experts, 2 * inner, hidden]`, and `down` `[experts, hidden, inner]`, that `fits`.
         """
         (tokens, slots), (experts, hidden_size, inner) = ids.shape, down.shape
+        if tokens * slots > experts * most_rows:
+            return None
         hidden, ids, weights = hidden.contiguous(), ids.long().contiguous(), weights.float().contiguous()
         out = torch.empty_like(hidden)
         plan = torch.empty(4 * experts + tokens * slots, dtype=torch.int64)

@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import subprocess
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILE = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-fPIC", "-fopenmp", "-c")
 COMPILE_TIMEOUT_S = 120
-_NOT_LOADED = "the kernels cannot be made or loaded: {}; see TMPDIR"
 
 
 class NativeKernelsError(RuntimeError):
     """There is no working C++ compiler, or what it made cannot be loaded."""
 
 
-@functools.cache
 def load_library() -> ctypes.CDLL:
     """Compiled once per process, in a temporary directory that is removed again. `CXX` names another compiler.
 
     Raises:
-        NativeKernelsError: what the compiler or the loader said.
+        NativeKernelsError: what the compiler or the loader said; the next call tries again.
     """
-    directory = compilation().result()
-    try:
-        return ctypes.CDLL(_library(directory))
-    except OSError as error:
-        raise NativeKernelsError(_NOT_LOADED.format(error)) from error
-    finally:
-        directory.cleanup()
+    with _one_at_a_time():
+        return _loaded()
+
+
+@contextlib.contextmanager
+def loading_beside() -> Iterator[None]:
+    """Do it on a thread meanwhile; whoever then calls `load_library` waits for it, and hears of what fails."""
+    with ThreadPoolExecutor(1, "moe-rollout-compile") as beside:
+        beside.submit(load_library)
+        yield
 
 
 @functools.cache
-def compilation() -> Future[tempfile.TemporaryDirectory[str]]:
-    """Started by the first who asks, on a thread: a process may import torch in the meantime."""
-    executor = ThreadPoolExecutor(1, "moe-rollout-compile")
-    future = executor.submit(_compile)
-    executor.shutdown(wait=False)
-    return future
+def _one_at_a_time() -> threading.Lock:
+    return threading.Lock()
 
 
-def _compile() -> tempfile.TemporaryDirectory[str]:
+@functools.cache
+def _loaded() -> ctypes.CDLL:
     compiler = (os.environ.get("CXX") or "c++").split()
     try:
-        directory = tempfile.TemporaryDirectory(prefix="moe-rollout-", ignore_cleanup_errors=True)
+        with tempfile.TemporaryDirectory(prefix="moe-rollout-", ignore_cleanup_errors=True) as directory:
+            code, library = f"{directory}/kernels.o", f"{directory}/kernels.so"
+            _run([*compiler, *COMPILE, str(SOURCE), "-o", code])
+            _run([*compiler, "-shared", code, "-o", library])  # no OpenMP library of its own
+            import torch  # noqa: F401 (its OpenMP library, and its threads; perhaps another thread imports it right now)
+
+            return ctypes.CDLL(library)
     except OSError as error:
-        raise NativeKernelsError(_NOT_LOADED.format(error)) from error
-    code = f"{directory.name}/kernels.o"
-    _run([*compiler, *COMPILE, str(SOURCE), "-o", code])
-    _run([*compiler, "-shared", code, "-o", _library(directory)])  # no OpenMP library of its own: torch's threads
-    return directory
-
-
-def _library(directory: tempfile.TemporaryDirectory[str]) -> str:
-    return f"{directory.name}/kernels.so"
+        raise NativeKernelsError(f"the kernels cannot be made or loaded: {error}; see TMPDIR") from error
 
 
 def _run(command: list[str]) -> None:

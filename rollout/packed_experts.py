@@ -9,6 +9,7 @@ that torch.compile emits for a linear layer whose weights are constant.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def pack_experts(model: Any, required: bool = False) -> None:
     weights = [weight for module in modules for weight in projections(module).values()]
     if not weights or not all(can_pack(weight) and _gains(weight) for weight in weights):
         return
-    size, left = sum(weight.nbytes for weight in weights), available_bytes()
+    size, left = sum(weight.nbytes for weight in weights), available_bytes() + packed_bytes(model.modules())
     if size > MAX_SHARE_OF_MEMORY * left:
         problem = (
             f"a copy of {size / 1e9:.1f} GB, packed for faster products, takes more than half of {left / 1e9:.1f} GB"
@@ -129,7 +130,8 @@ def pack_experts(model: Any, required: bool = False) -> None:
         return
     for module in modules:
         named = projections(module).items()
-        module.packed_weights = {name: PackedWeight(weight, module.is_transposed) for name, weight in named}
+        if not getattr(module, "packed_weights", None):
+            module.packed_weights = {name: PackedWeight(weight, module.is_transposed) for name, weight in named}
     repack(model)
     logger.info("experts are packed for faster products: a second copy of %.2f GB", size / 1e9)
 
@@ -147,12 +149,16 @@ def forget_packed(model: Any) -> None:
 
 
 def _all_packed(model: Any) -> list[PackedWeight]:
-    return [packed for module in model.modules() for packed in getattr(module, "packed_weights", {}).values()]
+    return _packed_of(model.modules())
 
 
-def packed_bytes(model: Any) -> int:
-    """That all packed copies take."""
-    return sum(packed.nbytes for packed in _all_packed(model))
+def _packed_of(modules: Iterable[Any]) -> list[PackedWeight]:
+    return [packed for module in modules for packed in getattr(module, "packed_weights", {}).values()]
+
+
+def packed_bytes(modules: Iterable[Any]) -> int:
+    """That packed copies of weights of these modules take, in use or not."""
+    return sum(packed.nbytes for packed in _packed_of(modules))
 
 
 def packed_keep_bits(model: Any) -> bool:

@@ -8,12 +8,15 @@ case, or the text of the ValueError that refused it.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rollout.expert_parallel import use_expert_parallel
 from rollout.experts import COMPACT
@@ -22,6 +25,8 @@ from rollout.parallel import RankGroup, StepShape, join_group
 from rollout.router import watch
 from rollout.sharded_loader import load_rank
 from storage.sites import find_routers
+
+HUNG_S = 200
 
 
 def attempt(case: dict[str, Any], directory: Path, rank: int, group: Any) -> dict[str, Any]:
@@ -60,10 +65,13 @@ def run_case(case: dict[str, Any], directory: Path, rank: int, group: Any) -> di
 
 
 def main(rank: int, size: int, directory: Path) -> None:
+    faulthandler.dump_traceback_later(HUNG_S, exit=True)
     torch.set_num_threads(1)
     group, _ = join_group(rank, size, f"file://{directory}/rendezvous{size}", timeout_s=60)
     cases = [case for case in json.loads((directory / "cases.json").read_text()) if len(case["tokens"]) == size]
     torch.save([attempt(case, directory, rank, group) for case in cases], directory / f"size{size}-rank{rank}.pt")
+    dist.barrier(group)
+    os._exit(0)  # as the ranks of a group do: the end of an interpreter beside gloo's threads once hung
 
 
 if __name__ == "__main__":

@@ -229,3 +229,11 @@ def test_kernels_that_are_wrong_on_a_machine_are_given_up_at_start(
     with RolloutClient.local(path, dtype="float32", native_kernels=False) as client:
         (expected,) = client.sample([[5, 6, 7]], sampling_params=greedy)
     assert np.array_equal(found.completion_ids, expected.completion_ids)
+
+
+def test_wrong_kernels_are_an_error_where_engines_must_compute_alike(checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(NativeKernels, "gated_experts", wrong_result(NativeKernels.gated_experts))
+    with pytest.raises(
+        ValueError, match=r"differs from the plain model.*With native_kernels=False, in all engines, it"
+    ):
+        RolloutClient.local(checkpoint("qwen3_moe"), dtype="float32", batch_invariant=True)

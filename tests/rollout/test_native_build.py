@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,13 @@ import torch
 
 from rollout import native_build
 from rollout.native import choose_native
-from rollout.native_build import NativeKernelsError, compilation, load_library
+from rollout.native_build import NativeKernelsError, load_library, loading_beside
 
 CPU = torch.device("cpu")
 
 
 def forget() -> None:
-    load_library.cache_clear()
-    compilation.cache_clear()
+    native_build._loaded.cache_clear()
 
 
 def test_without_a_compiler_auto_says_so_and_does_without(monkeypatch, caplog, tmp_path) -> None:
@@ -39,7 +39,6 @@ def test_without_a_compiler_auto_says_so_and_does_without(monkeypatch, caplog, t
     assert choose_native(False, CPU, 1, "dp_size") is None
     monkeypatch.setenv("CXX", "")
     monkeypatch.setattr(native_build.tempfile, "tempdir", "/no/such/directory")
-    forget()
     with pytest.raises(NativeKernelsError, match=r"cannot be made or loaded: .*see TMPDIR"):
         load_library()
     monkeypatch.setattr(native_build.tempfile, "tempdir", None)
@@ -47,11 +46,9 @@ def test_without_a_compiler_auto_says_so_and_does_without(monkeypatch, caplog, t
     broken.write_text("#!/bin/sh\nprintf '\\351 is not UTF-8' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    forget()
     with pytest.raises(NativeKernelsError, match=r"failed: . is not UTF-8"):
         load_library()
     monkeypatch.setattr(native_build, "SOURCE", Path(__file__))
-    forget()
     monkeypatch.delenv("CXX")
     with pytest.raises(NativeKernelsError, match="failed: "):
         load_library()
@@ -77,4 +74,21 @@ def test_they_leave_nothing_behind_and_share_torchs_openmp(tmp_path: Path) -> No
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == "loaded", run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_that_need_it_at_once_compile_once_and_a_failure_is_tried_again(monkeypatch, tmp_path) -> None:
+    forget()
+    monkeypatch.setattr(native_build.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with loading_beside(), pytest.raises(NativeKernelsError, match="no-such-compiler"):
+        load_library()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("CXX")
+    runs: list[list[str]] = []
+    run = native_build._run
+    monkeypatch.setattr(native_build, "_run", lambda command: (runs.append(command), run(command)))
+    with ThreadPoolExecutor(4) as pool, loading_beside():
+        libraries = [future.result() for future in [pool.submit(load_library) for _ in range(4)]]
+    assert (len(set(map(id, libraries))), len(runs)) == (1, 2)  # to compile and to link
     assert not list(tmp_path.iterdir())
