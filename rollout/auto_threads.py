@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from rollout.device import CpuStream
 from rollout.model_runner import ModelRunner
-from rollout.native import NativeKernels
 from rollout.self_test import time_decode
 
 logger = logging.getLogger(__name__)
@@ -53,14 +52,12 @@ def fastest(seconds: Mapping[Threads, float]) -> Threads:
     return chosen
 
 
-def choose_threads(
-    runner: ModelRunner, requests: int, given: Sequence[Threads], native: NativeKernels | None
-) -> Threads:
+def choose_threads(runner: ModelRunner, requests: int, given: Sequence[Threads]) -> Threads:
     """Set the compute threads to the fastest of those given for decode steps of so many requests, and say which.
 
     The runner's pool is empty before and of another size afterwards.
     """
-    stream = runner.stream
+    stream, native = runner.stream, runner.fast_layers.native
     assert isinstance(stream, CpuStream)
     ways = sorted(set(given))
 

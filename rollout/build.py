@@ -22,12 +22,7 @@ from rollout.device import CpuStream, Stream, open_stream
 from rollout.device_memory import ParkedWeights
 from rollout.engine import Engine
 from rollout.expert_parallel import use_expert_parallel
-from rollout.experts import (
-    COMPACT,
-    INVARIANT,
-    MIN_ROWS,
-    ROW_MULTIPLE,
-)
+from rollout.experts import COMPACT, INVARIANT, MIN_ROWS, ROW_MULTIPLE
 from rollout.fast_layers import FastLayers
 from rollout.forced_rows import try_forcing
 from rollout.group_start import NOT_FORCED, check_member, join, refuse_states
@@ -143,8 +138,7 @@ class BuiltEngine:
             self.engine.drain()
         finally:
             self.stream.close()
-            if self.runner.fast_layers is not None:
-                self.runner.fast_layers.undo()
+            self.runner.fast_layers.undo()
             if self.runner.capturer is not None:
                 self.runner.capturer.close()
             if self.lockstep is not None:
@@ -183,8 +177,7 @@ def build_on(
     _check_device(options, stream.device)
     ranks = lockstep.ranks if lockstep is not None else None
     part = (ranks.rank, ranks.size) if ranks is not None else None
-    has_native = options.native_kernels is not False and stream.device.type == "cpu"
-    with loading_beside() if has_native else contextlib.nullcontext():
+    with loading_beside(options.native_kernels, stream.device.type):
         loaded = load_model(path, options.dtype, options.trust_remote_code, part)
     threads = 1 if options.num_threads == "auto" else options.num_threads
     alike = "batch_invariant=True" if options.batch_invariant else "dp_size" if ranks is not None else ""
@@ -264,14 +257,13 @@ def _tested_runner(
     stream.run(layers.use)
     size = 2 * len(reference.tokens)
     limits = options.max_running_requests, options.batch_invariant
-    runner = ModelRunner(model, stream, capturer, size, *limits, ranks, native)
-    runner.fast_layers = layers
+    runner = ModelRunner(model, stream, capturer, size, *limits, ranks, layers)
     if find_state_modules(model):
         runner.states = StateLayers(model)
-    choose_cache(runner, reference, plain_attention, loaded, layers)
+    choose_cache(runner, reference, plain_attention, loaded)
     _use_graphs(runner, reference, options)
     if options.num_threads != 1 and isinstance(stream, CpuStream) and ranks is None:
-        _set_threads(runner, options, native)
+        _set_threads(runner, options)
         runner.resize(size)
         runner.forget_all()
     if options.batch_invariant and runner.own_caches is None:
@@ -282,12 +274,12 @@ def _tested_runner(
     return runner
 
 
-def _set_threads(runner: ModelRunner, options: EngineOptions, native: NativeKernels | None) -> None:
+def _set_threads(runner: ModelRunner, options: EngineOptions) -> None:
     """In batch-invariant mode nothing that could change bits is left to a measurement but the number that is "auto"."""
     most = 2 if options.batch_invariant else None
     counts = candidates(most) if options.num_threads == "auto" else [options.num_threads]
     ways = [Threads(count, few) for count in counts for few in ((1,) if options.batch_invariant else (1, count))]
-    choose_threads(runner, options.max_running_requests, ways, native)
+    choose_threads(runner, options.max_running_requests, ways)
 
 
 def _use_graphs(runner: ModelRunner, reference: Reference, options: EngineOptions) -> None:

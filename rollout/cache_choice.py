@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from rollout.attention import LatentCacheError, NativeAttentionError
-from rollout.fast_layers import FastLayers
 from rollout.loader import LoadedModel, rope_types
 from rollout.model_runner import ModelRunner
 from rollout.own_cache import OwnCacheForward
@@ -18,9 +17,7 @@ class WrongKernelsError(ValueError):
     """Our own kernels compute something else on this machine, and an engine that must compute like others has them."""
 
 
-def choose_cache(
-    runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel, layers: FastLayers
-) -> None:
+def choose_cache(runner: ModelRunner, reference: Reference, plain_attention: str, loaded: LoadedModel) -> None:
     """Keys and values in the pool, else the latents of a model that expands them, else the model's own cache.
 
     Each is tested; the last is slow, which is said once.
@@ -28,10 +25,10 @@ def choose_cache(
     try:
         try:
             _check_one_rope(runner)
-            _check_kernels(runner, reference, layers)
+            _check_kernels(runner, reference)
         except LatentCacheError:
             runner.pool.reset(latent=True)
-            _check_kernels(runner, reference, layers)
+            _check_kernels(runner, reference)
     except WrongKernelsError:
         raise
     except ValueError as error:
@@ -43,55 +40,55 @@ def choose_cache(
             runner.states.close()
             runner.states = None
         runner.own_caches = OwnCacheForward(runner.model)
-        longer = runner.stream.call(lambda: _longer_reference(runner, loaded, layers))
+        longer = runner.stream.call(lambda: _longer_reference(runner, loaded))
         try:
-            _check_kernels(runner, longer, layers)
+            _check_kernels(runner, longer)
         except ValueError as second:
             raise ValueError(f"{second}. On the slot pool: {error}") from second
         logger.warning("%s. It runs on its own cache instead: exact, but one forward per request and step", error)
 
 
-def _longer_reference(runner: ModelRunner, loaded: LoadedModel, layers: FastLayers) -> Reference:
-    with layers.undone():
+def _longer_reference(runner: ModelRunner, loaded: LoadedModel) -> Reference:
+    with runner.fast_layers.undone():
         return plain_forward(
             runner.model, runner.capturer, loaded.vocab_size, loaded.max_positions, OWN_CACHE_PROMPT_LEN
         )
 
 
-def _check_kernels(runner: ModelRunner, reference: Reference, layers: FastLayers) -> None:
+def _check_kernels(runner: ModelRunner, reference: Reference) -> None:
     """With our own kernels; where that fails with torch's attention, then with torch's kernels only, but where engines
     must compute alike."""
-    try:
-        return check_engine(runner, reference)
-    except LatentCacheError:
-        raise
-    except ValueError as error:
-        failed, native, name = error, layers.native, type(runner.model).__name__
+    failed = _failure(runner, reference)
+    if failed is None:
+        return
+    layers, name = runner.fast_layers, type(runner.model).__name__
     if runner.native is not None:
         runner.native = None
-        if _passes(runner, reference):
+        if _failure(runner, reference) is None:
             level = logging.INFO if isinstance(failed, NativeAttentionError) else logging.WARNING
             logger.log(level, "%s attends with torch's kernels: %s", name, failed)
-            return None
+            return
+    native = layers.native
     if native is None or runner.ranks is not None:
         raise failed
     runner.stream.run(lambda: layers.use_kernels(None))
-    if not _passes(runner, reference):
+    if _failure(runner, reference) is not None:
         runner.stream.run(lambda: layers.use_kernels(native))
         raise failed
     if runner.batch_invariant:
         raise WrongKernelsError(f"{failed}. With native_kernels=False, in all engines, it does not") from failed
     logger.warning("%s computes with torch's kernels, ours are wrong here: %s", name, failed)
-    return None
 
 
-def _passes(runner: ModelRunner, reference: Reference) -> bool:
+def _failure(runner: ModelRunner, reference: Reference) -> ValueError | None:
+    """What the self-test says, if it fails; that the cache must be another one is raised."""
     try:
         check_engine(runner, reference)
+    except LatentCacheError:
+        raise
     except ValueError as error:
-        logger.debug("with torch's kernels: %s", error)
-        return False
-    return True
+        return error
+    return None
 
 
 def _check_one_rope(runner: ModelRunner) -> None:

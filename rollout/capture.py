@@ -173,7 +173,7 @@ class RoutedExpertsCapturer:
         max_batch_tokens *= ranks.size if ranks is not None and ranks.layout == "allgather" else 1
         self._device = model.device
         self._dtype = torch.uint8 if spec.dtype.itemsize == 1 else torch.uint16
-        self._use(torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32, device=self._device))
+        self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32, device=self._device)
         self._seen: list[tuple[int, int]] = []
         self._written = [0] * spec.num_sites
         self.seconds = 0.0  # of host time, for what is counted
@@ -181,10 +181,9 @@ class RoutedExpertsCapturer:
 
     def _write(self, site: int, ids: torch.Tensor) -> None:
         begun, start = time.perf_counter(), self._written[site]
-        rows = ids.shape[0]
-        self._columns[site][start : start + rows] = ids
-        self._written[site] += rows
-        self._seen.append((site, rows))
+        self._buffer[start : start + len(ids), site, : self.spec.sites[site].top_k] = ids
+        self._written[site] += len(ids)
+        self._seen.append((site, len(ids)))
         self.seconds += time.perf_counter() - begun
 
     @property
@@ -208,11 +207,7 @@ class RoutedExpertsCapturer:
     def reserve(self, rows: int) -> None:
         """Make room for steps of `rows` tokens."""
         if rows > self.max_rows:
-            self._use(lazy_zeros((rows, *self.spec.row_shape), torch.int32, self._device))
-
-    def _use(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        self._columns = [buffer[:, i, : site.top_k] for i, site in enumerate(self.spec.sites)]
+            self._buffer = lazy_zeros((rows, *self.spec.row_shape), torch.int32, self._device)
 
     def on_forward_end(
         self,

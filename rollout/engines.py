@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +49,7 @@ def start_engine(model: str, *, backend: str = OWN, **options: Any) -> Backend:
         from rollout.group_backend import GroupBackend
 
         return GroupBackend(model, **options)
-    with loading_beside() if ours.native_kernels is not False and ours.device == "cpu" else contextlib.nullcontext():
+    with loading_beside(ours.native_kernels, ours.device):
         from rollout.local_backend import LocalBackend  # with torch and transformers
 
         return LocalBackend(model, **options)

@@ -8,10 +8,9 @@ from typing import Any
 
 from rollout.experts import use_experts_implementation
 from rollout.linears import use_fast_linears
-from rollout.memory import available_bytes
 from rollout.native import NativeKernels
 from rollout.native_layers import use_native_norms
-from rollout.packed_experts import MAX_SHARE_OF_MEMORY, is_experts, packed_bytes
+from rollout.packed_experts import is_experts, packed_bytes, packing_budget
 
 
 class FastLayers:
@@ -30,12 +29,11 @@ class FastLayers:
 
     def use(self) -> None:
         """Replace them; on the engine's stream, as all of these."""
-        modules = list(self._model.modules())
-        budget = MAX_SHARE_OF_MEMORY * (available_bytes() + packed_bytes(modules)) if self._pack else 0
+        budget = packing_budget(self._model) if self._pack else 0
         if self._experts is not None:
             use_experts_implementation(self._model, self._experts, self._pack, self.native, self._undo)
         if self._experts == "hit_experts":
-            budget -= packed_bytes(filter(is_experts, modules))
+            budget -= packed_bytes(filter(is_experts, self._model.modules()))
             use_fast_linears(self._model, self.native, max(budget, 0), self._undo)
         if self.native is not None:
             use_native_norms(self._model, self.native, self._undo)

@@ -1,7 +1,7 @@
 // What decode steps spend their time in: products and attention of few rows, which are bound by the bytes of the weights
 // and keys that they read (each is read once, in order, and prefetched), and the short operations around them. Compiled
-// by native_build.py; weights, keys and hidden states are float32 or bfloat16, sums are float32. A row's result has the same
-// bits among any number of rows, and with any number of threads.
+// by native_build.py; weights, keys and hidden states are float32 or bfloat16, sums are float32. A row's result has the
+// same bits among any number of rows, and with any number of threads.
 #include "vectors.h"
 
 extern "C" int omp_get_thread_num(void);   // from the OpenMP library that torch has loaded

@@ -38,14 +38,19 @@ def use_fast_linears(model: Any, native: NativeKernels | None, budget: float, un
             gigabytes = size / 1e9, budget / 1e9
             logger.warning("linear layers are not packed, and slower: %.1f GB of copies, and %.1f are left", *gigabytes)
         to_pack = []
-    for layer in to_pack:
-        if not hasattr(layer, "packed_weights"):
-            layer.packed_weights = {"weight": PackedWeight(layer.weight)}
-        layer.packed_weights["weight"].pack()
+    packed = {layer: _packed(layer) for layer in to_pack}
     for layer in layers:
-        packed = layer.packed_weights["weight"] if layer in to_pack else None
-        if packed is not None or (native is not None and fits(layer.weight)):
-            undo.callback(wrap_forward(layer, functools.partial(_linear, layer, packed, native)))
+        kernels = native if fits(layer.weight) else None
+        if layer in packed or kernels is not None:
+            undo.callback(wrap_forward(layer, functools.partial(_linear, layer, packed.get(layer), kernels)))
+
+
+def _packed(layer: Any) -> PackedWeight:
+    if not hasattr(layer, "packed_weights"):
+        layer.packed_weights = {"weight": PackedWeight(layer.weight)}
+    packed: PackedWeight = layer.packed_weights["weight"]
+    packed.pack()
+    return packed
 
 
 def _linear(
@@ -54,7 +59,7 @@ def _linear(
     native: NativeKernels | None,
     forward: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    most_rows = NATIVE_ROWS[layer.weight.dtype] if native is not None and fits(layer.weight) else 0
+    most_rows = 0 if native is None else NATIVE_ROWS[layer.weight.dtype]
 
     def linear(input: torch.Tensor) -> torch.Tensor:
         if not input.numel() or input.dtype is not layer.weight.dtype or input.shape[-1] != layer.in_features:

@@ -20,7 +20,6 @@ from rollout.forced_rows import ForcedRows, RowForcing
 from rollout.forward_batch import ForwardBatch, GenerationBatchResult
 from rollout.kv_pool import KVPool
 from rollout.logprobs import TopRows, plan_prompts
-from rollout.native import NativeKernels
 from rollout.own_cache import OwnCacheForward, cache_keyword
 from rollout.parallel import RankGroup, StepShape
 from rollout.penalties import TokenCounts
@@ -43,17 +42,17 @@ class ModelRunner:
         max_running_requests: int,
         batch_invariant: bool,
         ranks: RankGroup | None = None,
-        native: NativeKernels | None = None,
+        fast_layers: FastLayers | None = None,
     ) -> None:
         self.model = model
         self.ranks = ranks
-        self.native = native
+        self.fast_layers = fast_layers or FastLayers(model, None, pack=False, native=None)
+        self.native = self.fast_layers.native
         self.stream = stream
         self.capturer = capturer
         self.pool = KVPool(kv_tokens)
         self.states: StateLayers | None = None
         self.own_caches: OwnCacheForward | None = None
-        self.fast_layers: FastLayers | None = None
         self.forcing: RowForcing | None = None
         self.buckets: Buckets | None = None
         self.graphs: GraphRunner | None = None

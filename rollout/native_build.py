@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILE = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-fPIC", "-fopenmp", "-c")
@@ -33,8 +34,12 @@ def load_library() -> ctypes.CDLL:
 
 
 @contextlib.contextmanager
-def loading_beside() -> Iterator[None]:
-    """Do it on a thread meanwhile; whoever then calls `load_library` waits for it, and hears of what fails."""
+def loading_beside(setting: bool | Literal["auto"] = "auto", device_type: str = "cpu") -> Iterator[None]:
+    """Do it on a thread meanwhile, for an engine that will need it by `setting`, its EngineOptions.native_kernels:
+    whoever then calls `load_library` waits for it, and hears of what fails."""
+    if setting is False or device_type != "cpu":
+        yield
+        return
     with ThreadPoolExecutor(1, "moe-rollout-compile") as beside:
         beside.submit(load_library)
         yield

@@ -119,8 +119,9 @@ def pack_experts(model: Any, required: bool = False) -> None:
     weights = [weight for module in modules for weight in projections(module).values()]
     if not weights or not all(can_pack(weight) and _gains(weight) for weight in weights):
         return
-    size, left = sum(weight.nbytes for weight in weights), available_bytes() + packed_bytes(model.modules())
-    if size > MAX_SHARE_OF_MEMORY * left:
+    size, budget = sum(weight.nbytes for weight in weights), packing_budget(model)
+    if size > budget:
+        left = budget / MAX_SHARE_OF_MEMORY
         problem = (
             f"a copy of {size / 1e9:.1f} GB, packed for faster products, takes more than half of {left / 1e9:.1f} GB"
         )
@@ -154,6 +155,11 @@ def _all_packed(model: Any) -> list[PackedWeight]:
 
 def _packed_of(modules: Iterable[Any]) -> list[PackedWeight]:
     return [packed for module in modules for packed in getattr(module, "packed_weights", {}).values()]
+
+
+def packing_budget(model: Any) -> float:
+    """Bytes that all packed copies of its weights may take: a share of the memory that is left without them."""
+    return MAX_SHARE_OF_MEMORY * (available_bytes() + packed_bytes(model.modules()))
 
 
 def packed_bytes(modules: Iterable[Any]) -> int:

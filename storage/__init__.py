@@ -33,25 +33,28 @@ if TYPE_CHECKING:
     from storage.writer import TraceWriter
 
 _HOME = {
-    "batch": ("ReplayBatch",),
-    "dataset": ("TraceDataset",),
-    "errors": (
-        "DamagedDataError",
-        "DatasetError",
-        "DatasetInUseError",
-        "DuplicateSampleError",
-        "FormatVersionError",
-        "SpecMismatchError",
-        "StepExistsError",
-        "UnknownCommitError",
-    ),
-    "lease": ("Lease",),
-    "staging": ("clean_staging",),
-    "trace": ("RoutingSpec", "Site", "Trace", "WeightSpan"),
-    "turns": ("MergedTrace", "merge_turns"),
-    "validate": ("validate_trace",),
-    "verify": ("repair_dataset", "verify_dataset"),
-    "writer": ("TraceWriter",),
+    "DamagedDataError": "errors",
+    "DatasetError": "errors",
+    "DatasetInUseError": "errors",
+    "DuplicateSampleError": "errors",
+    "FormatVersionError": "errors",
+    "Lease": "lease",
+    "MergedTrace": "turns",
+    "ReplayBatch": "batch",
+    "RoutingSpec": "trace",
+    "Site": "trace",
+    "SpecMismatchError": "errors",
+    "StepExistsError": "errors",
+    "Trace": "trace",
+    "TraceDataset": "dataset",
+    "TraceWriter": "writer",
+    "UnknownCommitError": "errors",
+    "WeightSpan": "trace",
+    "clean_staging": "staging",
+    "merge_turns": "turns",
+    "repair_dataset": "verify",
+    "validate_trace": "validate",
+    "verify_dataset": "verify",
 }
 __all__ = [
     "DamagedDataError",
@@ -84,7 +87,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(importlib.import_module(f"storage.{module}"), name)
-    raise AttributeError(f"module 'storage' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'storage' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"storage.{_HOME[name]}"), name)

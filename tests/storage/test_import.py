@@ -17,10 +17,9 @@ def test_import_loads_neither_torch_nor_ray() -> None:
 
 
 def test_every_name_loads_lazily_and_is_listed() -> None:
-    assert sorted(storage.__all__) == sorted(name for names in storage._HOME.values() for name in names)
-    for module, names in storage._HOME.items():
-        for name in names:
-            assert getattr(storage, name) is getattr(importlib.import_module(f"storage.{module}"), name)
+    assert sorted(storage.__all__) == sorted(storage._HOME)
+    for name, module in storage._HOME.items():
+        assert getattr(storage, name) is getattr(importlib.import_module(f"storage.{module}"), name)
     assert set(storage.__all__) < set(dir(storage))
     with pytest.raises(AttributeError, match="module 'storage' has no attribute 'TraceReader'"):
         storage.TraceReader  # noqa: B018
