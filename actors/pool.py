@@ -83,7 +83,6 @@ class ActorPool(UpdatesByHalves):
     ) -> None:
         if num_actors < 1:
             raise ValueError(f"num_actors is {num_actors}, need at least 1")
-        ensure_ray()
         self._resources = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
         engine_options = dict(engine_options or {})
         self._limits = limits or Limits.for_engine(engine_options)
@@ -95,6 +94,7 @@ class ActorPool(UpdatesByHalves):
             "runtime_env": _environment(runtime_env or {}, engine_options),
         }
         self._actor_args = (absolute_if_local(model), engine_options, backend_factory)
+        ensure_ray()
         self._weights: tuple[StoredWeights | None, int] = (None, 0)
         self._resubmits = ResubmitMetrics()
         self._turns = OneAtATime()

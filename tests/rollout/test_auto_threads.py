@@ -6,6 +6,7 @@ import logging
 import os
 
 import pytest
+import ray
 import torch
 
 from rollout import RolloutClient, SamplingParams
@@ -77,5 +78,7 @@ def test_a_given_number_is_measured_for_small_steps_only(checkpoint, caplog):
 def test_where_cores_are_shared_it_is_refused():
     with pytest.raises(ValueError, match="ranks of a group share the cores; with dp_size=2 give a number"):
         EngineOptions(num_threads="auto", dp_size=2)
+    running = ray.is_initialized()
     with pytest.raises(ValueError, match="actors share a node's cores; give a number"):
         RolloutClient.ray("rollout/tiny_moe", num_actors=1, num_threads="auto")
+    assert ray.is_initialized() is running  # refused before a cluster is started
