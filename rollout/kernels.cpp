@@ -1,14 +1,14 @@
-// What decode steps spend their time in: products and attention of few rows, which are bound by the bytes of the weights
-// and keys that they read (each is read once, in order, and prefetched), and the short operations around them. Compiled
-// by native_build.py; weights, keys and hidden states are float32 or bfloat16, sums are float32. A row's result has the
-// same bits among any number of rows, and with any number of threads.
+// What decode steps spend their time in: products and attention of few rows, which are bound by the bytes of the
+// weights and keys that they read (each is read once, in order, and prefetched), and the short operations around them.
+// Compiled by native_build.py; weights, keys and hidden states are float32 or bfloat16, sums are float32. A row's result
+// has the same bits among any number of rows, and with any number of threads.
 #include "vectors.h"
 
 extern "C" int omp_get_thread_num(void);   // from the OpenMP library that torch has loaded
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 8, AHEAD_BYTES = 4096, LINE_BYTES = 64;
+constexpr int64_t MOST_ROWS = 8, AHEAD_BYTES = 4096, AHEAD_ROWS = 16, LINE_BYTES = 64;
 
 // sums[r] += elementwise products of LINE_BYTES of `weight` and of `rows` rows of `x`, `step` values apart.
 template <int rows>
@@ -83,14 +83,15 @@ void weighted_sum(const T *x, const int64_t *rows, const float *weights, T *out,
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < width; i += LANES) {
             Vec sum = {};
-            for (int64_t s = t * slots; s < (t + 1) * slots; s++) sum = fused(all(weights[s]), load(x + rows[s] * width + i), sum);
+            for (int64_t s = t * slots; s < (t + 1) * slots; s++)
+                sum = fused(all(weights[s]), load(x + rows[s] * width + i), sum);
             store(out + t * width + i, sum);
         }
 }
 
-// A whole experts module: silu(gate) * up, for ids `[tokens, slots]`. Returns whether it computed: not for an id that is
-// no expert's, and not if an expert has more than `most_rows`. `plan` holds 4 * num_experts + tokens * slots integers,
-// `scratch` hidden + 2 * inner values for each of tokens * slots.
+// A whole experts module: silu(gate) * up, for ids `[tokens, slots]`. Returns whether it computed: not for an id that
+// is no expert's, and not if an expert has more than `most_rows`. `plan` holds 4 * num_experts + tokens * slots
+// integers, `scratch` hidden + 2 * inner values for each of tokens * slots.
 template <typename T>
 bool gated_experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *out,
                    int64_t *plan, T *scratch, int64_t tokens, int64_t slots, int64_t num_experts, int64_t hidden,
@@ -143,11 +144,12 @@ void rms_norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, 
 
 // Softmax in place of `len` scores; behind them there is room up to a multiple of LANES.
 inline void softmax(float *scores, int64_t len) {
+    for (int64_t l = len; l % LANES; l++) scores[l] = scores[len - 1];
+    Vec highest = load(scores), sum = {};
+    for (int64_t l = LANES; l < len; l += LANES) highest = load(scores + l) > highest ? load(scores + l) : highest;
     float most = -INFINITY;
-    for (int64_t l = 0; l < len; l++) most = scores[l] > most ? scores[l] : most;
-    Vec sum = {};
+    for (int i = 0; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
     for (int64_t l = 0; l < len; l += LANES) {
-        for (int64_t i = len; i < l + LANES; i++) scores[i] = most;
         Vec e = exp_of(load(scores + l) - most);
         for (int64_t i = len - l; i < LANES; i++) e[i] = 0;
         *(Vec *)(scores + l) = e;
@@ -157,6 +159,88 @@ inline void softmax(float *scores, int64_t len) {
     for (int64_t l = 0; l < len; l++) scores[l] *= share;
 }
 
+// Keys or values of one head: `count` rows, `step` values apart. Fetching brings later ones to the second cache: the
+// first one has too few lines on their way to keep memory busy.
+template <typename T> struct Rows {
+    const T *at;
+    int64_t step, count;
+    const T *row(int64_t l) const { return at + (l < count ? l : count - 1) * step; }
+    void fetch(int64_t l, int64_t d) const {
+        if (d * sizeof(T) % LINE_BYTES == 0) __builtin_prefetch(row(l + AHEAD_ROWS) + d, 0, 2);
+    }
+};
+
+// Queries of one head go together, and LANES of their scores are added up at once. A query that is alone reads the keys of
+// all heads in the order in which they lie, which the processor fetches itself.
+constexpr int64_t rows_at_once(int together) { return together == 1 ? 1 : 4 * together; }
+
+// Scores of `together` queries of one head for the next rows_at_once keys; the last one is repeated.
+template <int together, typename T>
+inline void score(const float *query, const Rows<T> &keys, int64_t dim, float scale, float *scores, int64_t room,
+                  bool fetches) {
+    constexpr int some = together == 1 ? 1 : LANES / together;
+    for (int64_t l = 0; l < rows_at_once(together); l += some) {
+        Vec sums[together * some] = {};
+        for (int64_t d = 0; d < dim; d += LANES)
+            for (int i = 0; i < some; i++) {
+                const Vec key = load(keys.row(l + i) + d);
+                if (together > 1 && fetches) keys.fetch(l + i, d);
+                for (int r = 0; r < together; r++)
+                    sums[r * some + i] = fused(load(query + r * dim + d), key, sums[r * some + i]);
+            }
+        if (together == 1) {
+            scores[l] = scale * sum_of(sums[0]);
+        } else {
+            const Vec found = scale * sums_of(sums);
+            for (int r = 0; r < together; r++)
+                memcpy(scores + r * room + l, (float *)&found + r * some, some * sizeof *scores);
+        }
+    }
+}
+
+// sums += weights * values, of `together` queries of one head over the next rows_at_once values, for `wide` vectors.
+template <int together, int wide, typename T>
+inline void accumulate(const float *weights, int64_t room, const Rows<T> &values, int64_t d, int64_t dim, float *sums,
+                       bool fetches) {
+    const int64_t count = values.count < rows_at_once(together) ? values.count : rows_at_once(together);
+    Vec sum[together][wide];
+    for (int r = 0; r < together; r++)
+        for (int i = 0; i < wide; i++) sum[r][i] = load(sums + r * dim + d + i * LANES);
+    for (int64_t l = 0; l < count; l++)
+        for (int i = 0; i < wide; i++) {
+            const Vec value = load(values.at + l * values.step + d + i * LANES);
+            if (together > 1 && fetches) values.fetch(l, d + i * LANES);
+            for (int r = 0; r < together; r++) sum[r][i] = fused(all(weights[r * room + l]), value, sum[r][i]);
+        }
+    for (int r = 0; r < together; r++)
+        for (int i = 0; i < wide; i++) *(Vec *)(sums + r * dim + d + i * LANES) = sum[r][i];
+}
+
+// `rows` queries, `repeat` of each head, over `len` keys.
+template <int together, typename T>
+void attend(const float *query, const T *keys, const T *values, int64_t key_step, int64_t value_step, int64_t len,
+            int64_t rows, int64_t repeat, int64_t key_dim, int64_t value_dim, float scale, float *scores, float *sums) {
+    const int64_t room = (len + LANES - 1) / LANES * LANES;
+    for (int64_t l = 0; l < len; l += rows_at_once(together))
+        for (int64_t r = 0; r < rows; r += together) {
+            const Rows<T> left{keys + l * key_step + r / repeat * key_dim, key_step, len - l};
+            score<together>(query + r * key_dim, left, key_dim, scale, scores + r * room + l, room, r % repeat == 0);
+        }
+    for (int64_t r = 0; r < rows; r++) softmax(scores + r * room, len);
+    memset(sums, 0, rows * value_dim * sizeof *sums);
+    for (int64_t l = 0; l < len; l += rows_at_once(together))
+        for (int64_t r = 0; r < rows; r += together) {
+            const Rows<T> left{values + l * value_step + r / repeat * value_dim, value_step, len - l};
+            const float *weights = scores + r * room + l;
+            float *to = sums + r * value_dim;
+            int64_t d = 0;
+            for (; d + 4 * LANES <= value_dim; d += 4 * LANES)
+                accumulate<together, 4>(weights, room, left, d, value_dim, to, r % repeat == 0);
+            for (; d < value_dim; d += LANES)
+                accumulate<together, 1>(weights, room, left, d, value_dim, to, r % repeat == 0);
+        }
+}
+
 // Query t, `[heads, key_dim]`, over the lens[t] keys that begin at slot first[t] of `[slots, kv_heads, dim]`. Threads
 // share the tokens, and if there are fewer of these than threads, the heads too.
 template <typename T>
@@ -164,37 +248,15 @@ void attention(const float *queries, const T *keys, const T *values, T *out, con
                int64_t tokens, int64_t kv_heads, int64_t repeat, int64_t key_dim, int64_t value_dim, float scale,
                float *scratch, int64_t scratch_size, int threads) {
     const int64_t heads = kv_heads * repeat, parts = tokens < threads ? kv_heads : 1, some = kv_heads / parts;
+    const auto attend_all = repeat % 4 == 0 ? attend<4, T> : repeat % 2 == 0 ? attend<2, T> : attend<1, T>;
     #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t item = 0; item < tokens * parts; item++) {
         const int64_t t = item / parts, from = item % parts * some, rows = some * repeat;
-        const int64_t len = lens[t], room = (len + LANES - 1) / LANES * LANES;
-        float *scores = scratch + omp_get_thread_num() * scratch_size, *sums = scores + rows * room;
-        const float *query = queries + (t * heads + from * repeat) * key_dim;
-        for (int64_t l = 0; l < len; l++) {
-            const T *key = keys + ((first[t] + l) * kv_heads + from) * key_dim;
-            for (int64_t h = 0; h < some; h++, key += key_dim)
-                for (int64_t r = h * repeat; r < (h + 1) * repeat; r++) {
-                    Vec sum = {};
-                    for (int64_t d = 0; d < key_dim; d += LANES)
-                        sum = fused(load(query + r * key_dim + d), load(key + d), sum);
-                    scores[r * room + l] = scale * sum_of(sum);
-                }
-        }
-        for (int64_t r = 0; r < rows; r++) softmax(scores + r * room, len);
-        memset(sums, 0, rows * value_dim * sizeof *sums);
-        for (int64_t l = 0; l < len; l++) {
-            const T *value = values + ((first[t] + l) * kv_heads + from) * value_dim;
-            for (int64_t h = 0; h < some; h++, value += value_dim)
-                for (int64_t r = h * repeat; r < (h + 1) * repeat; r++) {
-                    const Vec weight = all(scores[r * room + l]);
-                    for (int64_t d = 0; d < value_dim; d += LANES) {
-                        Vec *sum = (Vec *)(sums + r * value_dim + d);
-                        *sum = fused(weight, load(value + d), *sum);
-                    }
-                }
-        }
-        T *to = out + (t * heads + from * repeat) * value_dim;
-        for (int64_t i = 0; i < rows * value_dim; i += LANES) store(to + i, load(sums + i));
+        const int64_t row = t * heads + from * repeat, slot = first[t] * kv_heads + from;
+        float *sums = scratch + omp_get_thread_num() * scratch_size, *scores = sums + rows * value_dim;
+        attend_all(queries + row * key_dim, keys + slot * key_dim, values + slot * value_dim, kv_heads * key_dim,
+                   kv_heads * value_dim, lens[t], rows, repeat, key_dim, value_dim, scale, scores, sums);
+        for (int64_t i = 0; i < rows * value_dim; i += LANES) store(out + row * value_dim + i, load(sums + i));
     }
 }
 

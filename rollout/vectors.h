@@ -76,6 +76,28 @@ inline float sum_of(Vec v) {
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
+#ifdef __clang__
+#define CHOSEN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// sum_of each of LANES vectors, with the same bits: half of each vector is added to its other half, for two vectors in
+// one addition, then a quarter of each to its other quarter, and so on.
+inline Vec sums_of(Vec *v) {
+    for (int i = 0; i < 8; i++)
+        v[i] = CHOSEN(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               CHOSEN(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        v[i] = CHOSEN(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               CHOSEN(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        v[i] = CHOSEN(v[2 * i], v[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+               CHOSEN(v[2 * i], v[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    return CHOSEN(v[0], v[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           CHOSEN(v[0], v[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 // exp of numbers that are not above 0, to about 2 units in the last place; NaN stays.
 inline Vec exp_of(Vec given) {
     const Vec lowest = all(-87);

@@ -18,11 +18,11 @@ import pytest
 from actors.config import load_config
 from storage import TraceDataset
 from tests.actors.chaos import Cluster, Driver, Reader
-from tests.actors.test_pipeline import assert_complete, write_run
+from tests.actors.test_pipeline import ENDLESS, assert_complete, write_run
 
 ACTORS = 3  # two fit on the head node
 VICTIMS = ["generator"] * 14 + ["sink"] * 6 + ["driver"] * 6 + ["raylet"] * 4
-ENDLESS, LAST_STEPS = 10_000, 20
+LAST_STEPS = 20
 """Steps of the run while processes are killed; how many more it does when all of them were."""
 STRIKE_SECONDS = 60.0
 

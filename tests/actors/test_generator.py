@@ -40,7 +40,7 @@ def test_what_finished_while_the_consumer_was_away_travels_in_one_table(journal:
     tables = loaded(journal=str(journal)).generate(make_requests(prompts=20, samples=1))
     first = next(tables)
     assert eventually(lambda: started(journal) == 20)
-    time.sleep(0.1)
+    time.sleep(0.5)
     later = [table.num_rows for table in tables]  # none when a busy machine finished all before the first look
     assert len(later) <= 1
     assert first.num_rows + sum(later) == 20
@@ -52,7 +52,7 @@ def test_a_finished_trace_does_not_wait_for_a_slow_neighbour() -> None:
     tables = loaded().generate(requests)
     assert next(tables)["sample_id"].to_pylist() == ["run/0/0/0"]
     tables.close()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30  # half of what the neighbour takes
 
 
 def test_a_table_closes_at_the_trace_that_reaches_the_limit(journal: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_table_closes_at_the_trace_that_reaches_the_limit(journal: Path) -> No
     tables = pack(backend.stream(make_requests(prompts=30, samples=1)), SPEC, limit_bytes=3 * one - 50)
     next(tables)
     assert eventually(lambda: started(journal) == 30)
-    time.sleep(0.1)
+    time.sleep(0.5)
     sizes = [table.num_rows for table in tables]
     assert set(sizes[:-1]) == {3}
     assert 1 <= sizes[-1] <= 3
@@ -99,7 +99,7 @@ def test_a_table_is_encoded_once_for_all_its_traces(journal: Path, monkeypatch: 
     tables = loaded(journal=str(journal)).generate(make_requests(prompts=20, samples=1))
     sizes = [next(tables).num_rows]
     assert eventually(lambda: started(journal) == 20)
-    time.sleep(0.1)
+    time.sleep(0.5)
     sizes += [table.num_rows for table in tables]
     assert encoded == sizes
     assert len(sizes) <= 2

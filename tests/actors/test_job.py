@@ -13,12 +13,11 @@ import pytest
 
 from actors.config import load_config
 from storage import Lease, TraceDataset
-from tests.actors.test_pipeline import REAL, ROOT, assert_complete, stored_ids, write_run
+from tests.actors.test_pipeline import ENDLESS, REAL, ROOT, assert_complete, stored_ids, write_run
 from tests.actors.waiting import eventually
 from tests.s3 import free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
-STEPS = 60
 
 HEAD = """
 import sys
@@ -91,14 +90,13 @@ def test_a_job_that_is_stopped_abandons_its_step_and_the_next_one_goes_on(addres
         rest = {"milliseconds": 11, "model": str(REAL), "traces": str(traces), "extra": options}
         return write_run(tmp_path / "job", steps=steps, **rest)
 
-    submit(address, run(STEPS), "first")
+    submit(address, run(ENDLESS), "first")
     assert eventually(lambda: (traces / "step-000000001").exists(), seconds=120), ray_job(address, "logs", "first")
     ray_job(address, "stop", "first")
     assert "STOPPED" in ray_job(address, "status", "first").upper()
     assert "stopped by SIGTERM: the step under way is abandoned" in ray_job(address, "logs", "first")
     committed = len(stored_ids(traces))
-    assert 12 <= committed < 6 * STEPS
-    assert committed % 6 == 0
+    assert (committed >= 12, committed % 6) == (True, 0)
     assert list((traces / "_staging").iterdir()) == []
     assert TraceDataset(traces).verify() == []
     Lease(traces, owner="whoever comes next").release()

@@ -96,7 +96,7 @@ def test_results_stay_in_the_object_store_until_asked_for(pool: ActorPool) -> No
 
 
 def test_the_actor_with_less_to_do_gets_the_next_chunk(pool: ActorPool) -> None:
-    slow = [make_request("run/0/slow/0", milliseconds=1500), make_request("run/0/slow/1")]
+    slow = [make_request("run/0/slow/0", milliseconds=4000), make_request("run/0/slow/1")]
     requests = [*slow, *make_requests(prompts=40, samples=1, milliseconds=5)]
     limits = Limits(chunk_samples=2, outstanding_chunks=1)
     stream = dispatch_of(pool, requests, limits).run()
@@ -165,7 +165,7 @@ def test_abort_from_another_thread_answers_what_is_left_and_spares_other_streams
     threading.Timer(0.2, stream.abort).start()
     begin = time.monotonic()
     rest = [trace for finished in stream for trace in finished.traces()]
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 30  # half of what a sample takes
     assert Counter(t.sample_id for t in [first[0], *rest]) == Counter(r.sample_id for r in requests)
     assert {(t.finish_reason, len(t.completion_ids)) for t in rest} == {("abort", 0)}
     assert_exactly([*first[1:], *(trace for finished in other for trace in finished.traces())], others)
@@ -176,7 +176,7 @@ def test_close_from_another_thread_ends_an_iterator_that_waits(pool: ActorPool) 
     threading.Timer(0.2, stream.close).start()
     begin = time.monotonic()
     assert list(stream) == []
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 30  # half of what a sample takes
 
 
 def test_abort_stops_the_actors_though_nobody_iterates(journal: Path) -> None:
@@ -186,7 +186,7 @@ def test_abort_stops_the_actors_though_nobody_iterates(journal: Path) -> None:
         next(stream)
         assert eventually(lambda: started(journal) == 2)
         stream.abort()
-        assert eventually(lambda: (journal / "abort-run_0_1_0").exists(), seconds=2)
+        assert eventually(lambda: (journal / "abort-run_0_1_0").exists())
         assert [t.finish_reason for finished in stream for t in finished.traces()] == ["abort"]
 
 
@@ -201,7 +201,7 @@ def test_paused_streams_do_not_starve_the_next_one(pool: ActorPool) -> None:
     requests, traces = make_requests(prompts=4, samples=1, step=7), []
     consumer = threading.Thread(target=lambda: traces.extend(collect(pool, requests)), daemon=True)
     consumer.start()
-    consumer.join(timeout=5)
+    consumer.join(timeout=60)
     assert not consumer.is_alive()
     assert_exactly(traces, requests)
     for stream in paused:
@@ -423,11 +423,11 @@ def test_requests_with_one_sample_id_twice_are_refused(pool: ActorPool) -> None:
 
 
 def test_control_calls_answer_while_the_actor_samples(pool: ActorPool) -> None:
-    stream = pool.stream([make_request("run/0/0/0"), make_request("run/0/1/0", milliseconds=3000)])
+    stream = pool.stream([make_request("run/0/0/0"), make_request("run/0/1/0", milliseconds=60_000)])
     next(stream)
     begin = time.monotonic()
     health = [ray.get(slot.handle.health.remote()) for slot in pool._slots]
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 30  # half of what the sample takes
     assert all(one["loaded"] for one in health)
     stream.close()
 
@@ -468,6 +468,7 @@ def test_all_actors_of_a_node_read_one_stored_copy_of_each_tensor(monkeypatch: p
 # --- an engine that stands still --------------------------------------------------------------------------------------
 
 QUICK = Limits(chunk_samples=2, outstanding_chunks=2, stall_seconds=1.0)
+PATIENT = Limits(chunk_samples=2, outstanding_chunks=2, stall_seconds=4.0)  # longer than a busy machine takes
 
 
 def test_an_engine_that_stands_still_is_replaced_and_its_samples_come_once(journal: Path, caplog) -> None:
@@ -479,8 +480,8 @@ def test_an_engine_that_stands_still_is_replaced_and_its_samples_come_once(journ
 
 
 def test_a_slow_engine_is_left_alone_while_it_goes_on(journal: Path) -> None:
-    requests = make_requests(4, 1, milliseconds=600)
-    with pool_of(1, QUICK, journal=str(journal)) as pool:
+    requests = make_requests(9, 1, milliseconds=600)
+    with pool_of(1, PATIENT, journal=str(journal)) as pool:
         pids = {trace.metadata["pid"] for trace in collect(pool, requests)}
     assert len(pids) == 1
 
@@ -488,10 +489,10 @@ def test_a_slow_engine_is_left_alone_while_it_goes_on(journal: Path) -> None:
 @pytest.mark.full
 def test_a_consumer_that_pauses_is_no_stall(journal: Path) -> None:
     requests = make_requests(6, 1, milliseconds=50)
-    with pool_of(1, QUICK, journal=str(journal)) as pool:
+    with pool_of(1, PATIENT, journal=str(journal)) as pool:
         stream = pool.stream(requests)
         first = next(stream).traces()
-        time.sleep(2.5)  # the consumer pauses
+        time.sleep(6)  # the consumer pauses
         rest = [trace for finished in stream for trace in finished.traces()]
     assert_exactly([*first, *rest], requests)
     assert len({trace.metadata["pid"] for trace in rest}) == 1

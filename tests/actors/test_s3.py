@@ -10,7 +10,7 @@ from rollout import RolloutClient, SamplingParams
 from rollout.tiny_moe import MODEL_PATH
 from storage import TraceDataset
 from storage.store import open_store
-from tests.actors.test_pipeline import driver, expected_ids, finish, write_run
+from tests.actors.test_pipeline import ENDLESS, driver, expected_ids, finish, write_run
 
 pytestmark = pytest.mark.full
 FAKE = ("-m", "tests.actors.fake_pipeline")
@@ -47,14 +47,16 @@ def test_a_client_in_process(url: str) -> None:
 def test_a_pipeline_that_is_killed_goes_on(url: str, tmp_path: Path, sinks: int) -> None:
     from tests.actors.waiting import eventually
 
-    path = write_run(tmp_path, steps=5, milliseconds=60, traces=url, extra=f"num_sinks = {sinks}\n")
+    options = {"milliseconds": 60, "traces": url, "extra": f"num_sinks = {sinks}\n"}
+    path = write_run(tmp_path, steps=ENDLESS, **options)
     store = open_store(url)
     with driver(*FAKE, str(path)) as process:
         assert eventually(lambda: "step-000000001" in store.committed(), seconds=90)
-    assert len(store.committed()) < 5
+    steps = len(store.committed()) + 2
+    path = write_run(tmp_path, steps=steps, **options)
     with driver(*FAKE, str(path)) as process:
         finish(process)
-    assert_complete(url, 5)
+    assert_complete(url, steps)
 
 
 def test_of_two_pipelines_that_race_exactly_one_commits_each_step(url: str, tmp_path: Path) -> None:

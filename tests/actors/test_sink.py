@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,23 +204,28 @@ def test_another_models_dataset_is_refused_when_opening(recorder: RemoteRecorder
 
 
 def test_writes_wait_when_the_sink_falls_behind(root: Path) -> None:
-    recorder = RemoteRecorder(root, SPEC, outstanding_writes=2)
-    slow = [_later.remote(to_table([trace], SPEC), 0.4) for trace in traces_of(step=0)[:4]]
-    begin = time.monotonic()
-    recorder.write(RemoteFinished(slow[0], []), 0)
-    recorder.write(RemoteFinished(slow[1], []), 0)
-    assert time.monotonic() - begin < 0.3
-    recorder.write(RemoteFinished(slow[2], []), 0)
-    assert time.monotonic() - begin > 0.3
-    recorder.write(RemoteFinished(slow[3], []), 0)
+    recorder, gate = RemoteRecorder(root, SPEC, outstanding_writes=2), root.parent / "gate"
+    tables = [_behind.remote(to_table([trace], SPEC), gate) for trace in traces_of(step=0)[:4]]
+    recorder.write(RemoteFinished(tables[0], []), 0)
+    recorder.write(RemoteFinished(tables[1], []), 0)
+    third = threading.Thread(target=recorder.write, args=(RemoteFinished(tables[2], []), 0))
+    third.start()
+    third.join(0.5)
+    assert third.is_alive()
+    gate.touch()
+    third.join(60)
+    assert not third.is_alive()
+    recorder.write(RemoteFinished(tables[3], []), 0)
     recorder.commit(0)
     assert count(root) == 4
     recorder.close()
 
 
 @ray.remote(num_cpus=0)
-def _later(table, seconds: float):
-    time.sleep(seconds)
+def _behind(table, gate: Path):
+    """The table, once the gate is there."""
+    while not gate.exists():
+        time.sleep(0.01)
     return table
 
 

@@ -23,7 +23,7 @@ from storage.errors import DuplicateSampleError, StepExistsError
 from tests.actors.chaos import Cluster, Driver, Reader
 from tests.actors.fake_pipeline import fake_client
 from tests.actors.fakes import SPEC
-from tests.actors.test_pipeline import assert_complete, write_run
+from tests.actors.test_pipeline import ENDLESS, assert_complete, write_run
 from tests.actors.test_sink import remote, traces_of
 from tests.actors.waiting import eventually
 
@@ -166,7 +166,8 @@ def test_any_sink_that_is_killed_ends_the_step_and_the_rest_goes_on_elsewhere(
 def test_killed_sinks_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
     """One of three at a random moment, six times; the pipeline's process ends with it and is started again."""
     rng, cluster = random.Random(0), Cluster()
-    config = write_run(tmp_path, steps=60, milliseconds=15, extra=f"num_sinks = {SINKS}\n")
+    options = {"milliseconds": 15, "extra": f"num_sinks = {SINKS}\n"}
+    config = write_run(tmp_path, steps=ENDLESS, **options)
     traces = tmp_path / "traces"
     driver, reader = Driver(config, cluster.address, tmp_path / "driver.log"), Reader(traces)
     reader.start()
@@ -178,7 +179,12 @@ def test_killed_sinks_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
             if sinks := cluster.workers("Sink"):
                 os.kill(rng.choice(sinks), signal.SIGKILL)
                 kills += 1
-        driver.await_end(60)
+        driver.await_step(after=driver.committed())
+        driver.kill()
+        steps = driver.committed() + 10
+        write_run(tmp_path, steps=steps, **options)
+        driver.start()
+        driver.await_end(steps)
         reader.assert_saw_whole_steps(looks=30)
     finally:
         driver.kill()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether `condition` came true within `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

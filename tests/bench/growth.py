@@ -73,6 +73,7 @@ def measure(path: Path, threads: int, options: argparse.Namespace, shapes: list[
         "kv_tokens": options.batch * (longest + options.new_tokens + spare(options.batch, longest) + 1),
         "experts_implementation": "auto",
         "native_kernels": "auto",
+        "num_threads": threads,
     }
     set_num_threads(threads)
     rig = build(path, CpuStream(num_threads=threads), **sizes)

@@ -63,7 +63,7 @@ def test_it_sings_alone_also_when_the_update_keeps_what_runs(cached, model):
     for request in requests:
         backend.start(request, outbox)
     backend.update_weights(model, 1, in_flight="keep", kv="recompute")
-    traces = [outbox.get(timeout=20) for _ in requests]
+    traces = [outbox.get(timeout=60) for _ in requests]
     backend.close()
     assert {trace.error for trace in traces} == {None}
 

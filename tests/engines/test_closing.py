@@ -77,7 +77,7 @@ def test_a_stream_that_goes_on_while_it_is_closed_ends(lingering):
     assert sorted(reasons(stream))[:4] == ["abort"] * 4
     assert lingering.progress == answered
     lingering.go.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
 
 
@@ -91,7 +91,7 @@ def test_a_call_whose_last_question_is_under_way_when_it_is_closed_ends(lingerin
     assert lingering.asked.wait(20)
     lingering.go.set()
     backend.close()
-    iterating.join(20)
+    iterating.join(60)
     assert ended == [["length"] * 6]
 
 
@@ -111,7 +111,7 @@ def test_a_call_over_http_fails_when_its_client_is_closed_and_commits_nothing(co
     while len(server.held) < 2:
         sampling.join(0.01)
     client.close()
-    sampling.join(20)
+    sampling.join(60)
     assert [str(error) for error in errors] == ["the client was closed while step 0 was sampled; nothing was committed"]
     assert len(TraceDataset(tmp_path / "traces")) == 0
 

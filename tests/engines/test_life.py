@@ -81,7 +81,7 @@ def test_requests_that_come_together_wait_for_one_start(backend, engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert_drawn(results, "start", 0)
     assert len(results) == 8
     assert engine.starts == 2
@@ -96,7 +96,7 @@ def test_an_update_that_comes_while_it_is_started_changes_no_weights_under_a_req
         for index in range(8):
             backend.start(SampleRequest(f"run/0/b{index}/0", 0, (5, index), PARAMS), outbox)
         apply("wait", "keep")
-    assert_drawn([outbox.get(timeout=20) for _ in range(8)], str(newer), 1)
+    assert_drawn([outbox.get(timeout=60) for _ in range(8)], str(newer), 1)
     assert engine.starts == 2
 
 
@@ -107,7 +107,7 @@ def test_its_progress_is_the_engines_own_and_none_is_expected_while_it_is_starte
     sample(backend, 1)
     outbox = request_while_it_is_started(backend, engine)
     assert backend.progress is None
-    outbox.get(timeout=20)
+    outbox.get(timeout=60)
     assert backend.progress == 4
 
 
@@ -117,7 +117,7 @@ def test_closing_while_it_is_started_leaves_no_engine_behind(engine):
     sample(backend, 1)
     outbox = request_while_it_is_started(backend, engine)
     backend.close()
-    assert outbox.get(timeout=20).finish_reason == "abort"
+    assert outbox.get(timeout=60).finish_reason == "abort"
     assert (engine.starts, engine.opened) == (1, False)
 
 
@@ -127,9 +127,9 @@ def test_two_samples_of_one_id_under_way_are_an_error_of_the_second(backend):
     backend.pause("wait")
     for request in requests:
         backend.start(request, outbox)
-    assert outbox.get(timeout=20).error == "run/0/a/0: ValueError: a sample of this id is under way"
+    assert outbox.get(timeout=60).error == "run/0/a/0: ValueError: a sample of this id is under way"
     backend.resume()
-    assert outbox.get(timeout=20).finish_reason == "length"
+    assert outbox.get(timeout=60).finish_reason == "length"
 
 
 def test_it_comes_back_with_the_directory_of_the_last_update(backend, engine, newer):

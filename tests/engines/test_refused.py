@@ -154,4 +154,4 @@ def test_a_pause_holds_requests_back_until_resume(connect, server):
     client.stats()
     assert len(server.generated) == asked
     client.resume()
-    assert stream._outbox.get(timeout=20).finish_reason == "length"
+    assert stream._outbox.get(timeout=60).finish_reason == "length"

@@ -29,7 +29,7 @@ def parts_of(client: RolloutClient) -> tuple[Any, Any, Any]:
     return built.engine, built.engine._scheduler, built.runner.model
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Poll; AssertionError when it does not come true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -59,7 +59,7 @@ def test_streams_that_begin_while_the_engine_closes_all_get_an_answer():
         time.sleep(pause)
         backend.close()
         for thread in threads:
-            thread.join(timeout=20)
+            thread.join(timeout=60)
             assert not thread.is_alive(), "a stream waits for ever"
         assert len(answers) == 8
         for answer in answers:
@@ -75,7 +75,7 @@ def test_an_engine_that_dies_tells_all_its_streams_why(backend, monkeypatch):
     monkeypatch.setattr(backend._built.engine, "step", broken)
     threads = [consume(backend, 3, answers) for _ in range(4)]
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     assert len(answers) == 4
     assert set(answers) <= {"the scheduler lost a row", "this engine has stopped: the scheduler lost a row"}
     assert "the scheduler lost a row" in answers
@@ -89,5 +89,5 @@ def test_closing_twice_and_from_two_threads_is_fine(backend):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         assert not thread.is_alive()

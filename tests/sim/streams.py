@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 
@@ -30,20 +32,22 @@ class Op:
 
 
 class Clock:
-    """Simulated seconds. Host time is real time, less what is spent inside `paused`; waiting jumps ahead.
+    """Simulated seconds. Host time is what `read` says, less what is spent inside `paused`; waiting jumps ahead.
 
     Attributes:
+        read: seconds of host time: real ones, or the calls of `CountedCalls`.
         kernel, copy: seconds that one takes on the device.
         waited: seconds that the host has waited for the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
         self.kernel = self.copy = self.waited = 0.0
-        self._offset = -time.perf_counter()
+        self.read = read
+        self._offset = -read()
         self._pauses = 0
 
     def now(self) -> float:
-        return self._stopped_at if self._pauses else time.perf_counter() + self._offset
+        return self._stopped_at if self._pauses else self.read() + self._offset
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -54,13 +58,41 @@ class Clock:
         finally:
             self._pauses -= 1
             if not self._pauses:
-                self._offset = self._stopped_at - time.perf_counter()
+                self._offset = self._stopped_at - self.read()
 
     def wait_until(self, moment: float) -> None:
         with self.paused():
             waited = max(0.0, moment - self._stopped_at)
             self._stopped_at += waited
             self.waited += waited
+
+
+class CountedCalls:
+    """Host time that no other program can change: a microsecond for each call that this thread makes.
+
+    >>> with CountedCalls() as host:
+    ...     before = host()
+    ...     after = (abs(-1), host())[1]
+    >>> round((after - before) * 1e6)
+    2
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self) -> float:
+        return self._calls * 1e-6
+
+    def __enter__(self) -> CountedCalls:
+        self._before = sys.getprofile()
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        sys.setprofile(self._before)
+
+    def _count(self, frame: FrameType, event: str, argument: object) -> None:
+        self._calls += event in ("call", "c_call")
 
 
 class Stream:
