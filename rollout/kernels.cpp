@@ -8,7 +8,7 @@ extern "C" int omp_get_thread_num(void);   // from the OpenMP library that torch
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 8, AHEAD_BYTES = 4096, AHEAD_ROWS = 16, LINE_BYTES = 64;
+constexpr int64_t MOST_ROWS = 8, AHEAD_BYTES = 8192, AHEAD_ROWS = 16, LINE_BYTES = 64;
 
 // sums[r] += elementwise products of LINE_BYTES of `weight` and of `rows` rows of `x`, `step` values apart.
 template <int rows>
@@ -32,13 +32,14 @@ inline __attribute__((always_inline)) void multiply(const BFloat16 *x, int64_t s
 #endif
 }
 
-// `rows` rows of `x` times one row of a weight.
+// `rows` rows of `x` times one row of a weight. One or two are so quick that the processor fetches what comes next by
+// itself; for more, it is asked to, into the second cache: the first has too few lines on their way to keep memory busy.
 template <int rows, typename T>
 inline __attribute__((always_inline)) void product(const T *x, int64_t step, const T *weight, T *out,
                                                    int64_t inputs, int64_t outputs) {
     Vec sums[rows] = {};
     for (int64_t k = 0; k < inputs; k += LINE_BYTES / sizeof(T)) {
-        __builtin_prefetch((const char *)(weight + k) + AHEAD_BYTES);
+        if (rows > 2) __builtin_prefetch((const char *)(weight + k) + AHEAD_BYTES, 0, 2);
         multiply<rows>(x + k, step, weight + k, sums);
     }
     for (int r = 0; r < rows; r++) store(out + r * outputs, sum_of(sums[r]));
@@ -159,8 +160,7 @@ inline void softmax(float *scores, int64_t len) {
     for (int64_t l = 0; l < len; l++) scores[l] *= share;
 }
 
-// Keys or values of one head: `count` rows, `step` values apart. Fetching brings later ones to the second cache: the
-// first one has too few lines on their way to keep memory busy.
+// Keys or values of one head: `count` rows, `step` values apart. Fetching brings later ones to the second cache.
 template <typename T> struct Rows {
     const T *at;
     int64_t step, count;
