@@ -1,7 +1,7 @@
 // What decode steps spend their time in: products and attention of few rows, which are bound by the bytes of the
 // weights and keys that they read (each is read once, in order, and prefetched), and the short operations around them.
-// Compiled by native_build.py; weights, keys and hidden states are float32 or bfloat16, sums are float32. A row's result
-// has the same bits among any number of rows, and with any number of threads.
+// Compiled by native_build.py; weights, keys and hidden states are float32 or bfloat16, sums are float32. A row's
+// result has the same bits among any number of rows, and with any number of threads.
 #include "vectors.h"
 
 extern "C" int omp_get_thread_num(void);   // from the OpenMP library that torch has loaded
@@ -33,7 +33,7 @@ inline __attribute__((always_inline)) void multiply(const BFloat16 *x, int64_t s
 }
 
 // `rows` rows of `x` times one row of a weight. One or two are so quick that the processor fetches what comes next by
-// itself; for more, it is asked to, into the second cache: the first has too few lines on their way to keep memory busy.
+// itself; for more, it is asked to, into the second cache: the first has too few lines on their way at once.
 template <int rows, typename T>
 inline __attribute__((always_inline)) void product(const T *x, int64_t step, const T *weight, T *out,
                                                    int64_t inputs, int64_t outputs) {
@@ -170,8 +170,8 @@ template <typename T> struct Rows {
     }
 };
 
-// Queries of one head go together, and LANES of their scores are added up at once. A query that is alone reads the keys of
-// all heads in the order in which they lie, which the processor fetches itself.
+// Queries of one head go together, and LANES of their scores are added up at once. A query that is alone reads the keys
+// of all heads in the order in which they lie, which the processor fetches itself.
 constexpr int64_t rows_at_once(int together) { return together == 1 ? 1 : 4 * together; }
 
 // Scores of `together` queries of one head for the next rows_at_once keys; the last one is repeated.

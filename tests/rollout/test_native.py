@@ -84,7 +84,7 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, firs
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(4, 2, 64, 64), (1, 8, 32, 16), (2, 1, 16, 48)])
+@pytest.mark.parametrize("shape", [(4, 2, 64, 64), (1, 8, 32, 16), (2, 1, 16, 48), (1, 3, 48, 80), (2, 4, 96, 128)])
 def test_attention_is_that_of_float64_and_reads_no_other_key(kernels, dtype, shape) -> None:
     kv_heads, repeat, key_dim, value_dim = shape
     generator = torch.Generator().manual_seed(0)
