@@ -133,7 +133,7 @@ def test_a_server_that_was_killed_fails_what_it_held_and_comes_back_with_its_wei
         held: list = []
         thread = threading.Thread(target=lambda: held.extend(client.sample([PROMPTS[1]] * 64, sampling_params=params)))
         thread.start()
-        while len(client.backend._running) < 64:
+        while not client.backend._running:  # a quick server has never all of them at once
             thread.join(0.01)
         server.kill()
         thread.join(60)
