@@ -23,7 +23,7 @@ from tests.actors.test_pipeline import ENDLESS, assert_complete, write_run
 ACTORS = 3  # two fit on the head node
 VICTIMS = ["generator"] * 14 + ["sink"] * 6 + ["driver"] * 6 + ["raylet"] * 4
 LAST_STEPS = 20
-"""Steps of the run while processes are killed; how many more it does when all of them were."""
+"""How many more steps the run does when all processes were killed."""
 STRIKE_SECONDS = 60.0
 
 

@@ -52,7 +52,7 @@ def test_a_finished_trace_does_not_wait_for_a_slow_neighbour() -> None:
     tables = loaded().generate(requests)
     assert next(tables)["sample_id"].to_pylist() == ["run/0/0/0"]
     tables.close()
-    assert time.monotonic() - begin < 30  # half of what the neighbour takes
+    assert time.monotonic() - begin < 5
 
 
 def test_a_table_closes_at_the_trace_that_reaches_the_limit(journal: Path) -> None:

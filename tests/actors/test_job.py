@@ -96,7 +96,8 @@ def test_a_job_that_is_stopped_abandons_its_step_and_the_next_one_goes_on(addres
     assert "STOPPED" in ray_job(address, "status", "first").upper()
     assert "stopped by SIGTERM: the step under way is abandoned" in ray_job(address, "logs", "first")
     committed = len(stored_ids(traces))
-    assert (committed >= 12, committed % 6) == (True, 0)
+    assert 12 <= committed < 6 * ENDLESS
+    assert committed % 6 == 0
     assert list((traces / "_staging").iterdir()) == []
     assert TraceDataset(traces).verify() == []
     Lease(traces, owner="whoever comes next").release()

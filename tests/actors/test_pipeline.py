@@ -55,7 +55,8 @@ def write_run(
 def write_rest(folder: Path, **options: Any) -> Path:
     """A config that ends two steps behind those that are there, which are whole, and two at the least."""
     steps, torn = divmod(len(stored_ids(folder / "traces")), 6)
-    assert (steps >= 2, torn) == (True, 0)
+    assert 2 <= steps < ENDLESS
+    assert torn == 0
     return write_run(folder, steps=steps + 2, **options)
 
 

@@ -165,7 +165,7 @@ def test_abort_from_another_thread_answers_what_is_left_and_spares_other_streams
     threading.Timer(0.2, stream.abort).start()
     begin = time.monotonic()
     rest = [trace for finished in stream for trace in finished.traces()]
-    assert time.monotonic() - begin < 30  # half of what a sample takes
+    assert time.monotonic() - begin < 1.5
     assert Counter(t.sample_id for t in [first[0], *rest]) == Counter(r.sample_id for r in requests)
     assert {(t.finish_reason, len(t.completion_ids)) for t in rest} == {("abort", 0)}
     assert_exactly([*first[1:], *(trace for finished in other for trace in finished.traces())], others)
@@ -176,7 +176,7 @@ def test_close_from_another_thread_ends_an_iterator_that_waits(pool: ActorPool) 
     threading.Timer(0.2, stream.close).start()
     begin = time.monotonic()
     assert list(stream) == []
-    assert time.monotonic() - begin < 30  # half of what a sample takes
+    assert time.monotonic() - begin < 1.5
 
 
 def test_abort_stops_the_actors_though_nobody_iterates(journal: Path) -> None:
@@ -186,7 +186,7 @@ def test_abort_stops_the_actors_though_nobody_iterates(journal: Path) -> None:
         next(stream)
         assert eventually(lambda: started(journal) == 2)
         stream.abort()
-        assert eventually(lambda: (journal / "abort-run_0_1_0").exists())
+        assert eventually(lambda: (journal / "abort-run_0_1_0").exists(), seconds=2)
         assert [t.finish_reason for finished in stream for t in finished.traces()] == ["abort"]
 
 
@@ -201,7 +201,7 @@ def test_paused_streams_do_not_starve_the_next_one(pool: ActorPool) -> None:
     requests, traces = make_requests(prompts=4, samples=1, step=7), []
     consumer = threading.Thread(target=lambda: traces.extend(collect(pool, requests)), daemon=True)
     consumer.start()
-    consumer.join(timeout=60)
+    consumer.join(timeout=5)
     assert not consumer.is_alive()
     assert_exactly(traces, requests)
     for stream in paused:
@@ -427,7 +427,7 @@ def test_control_calls_answer_while_the_actor_samples(pool: ActorPool) -> None:
     next(stream)
     begin = time.monotonic()
     health = [ray.get(slot.handle.health.remote()) for slot in pool._slots]
-    assert time.monotonic() - begin < 30  # half of what the sample takes
+    assert time.monotonic() - begin < 1
     assert all(one["loaded"] for one in health)
     stream.close()
 

@@ -26,7 +26,7 @@ def test_messages_to_a_process_that_does_not_read_keep_nobody_waiting(monkeypatc
     message = Command(1, "submit", ("x" * 2 * SOCKET_BUFFER,))
     sender = threading.Thread(target=lambda: [link.send(message) for _ in range(4)], daemon=True)
     sender.start()
-    sender.join(30)
+    sender.join(5)
     assert not sender.is_alive()
     link.kill()
     with pytest.raises(EOFError, match="ended with status -9"):
@@ -62,7 +62,7 @@ def test_ranks_of_which_one_does_not_answer_in_time_are_dead() -> None:
     begun = time.monotonic()
     with pytest.raises(RankDiedError, match=r"rank . of 2 died .*rank 1: TimeoutError: did not answer 'figures'"):
         ranks.ask("figures", within=0.2)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 5
     with pytest.raises(RankDiedError):
         ranks.ask("figures")
     for _ in range(500):  # the reader's thread tells it behind the answer

@@ -40,11 +40,16 @@ class Clock:
         waited: seconds that the host has waited for the device.
     """
 
-    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self) -> None:
         self.kernel = self.copy = self.waited = 0.0
-        self.read = read
-        self._offset = -read()
+        self.read: Callable[[], float] = time.perf_counter
+        self._offset = -self.read()
         self._pauses = 0
+
+    def take_host_time(self, read: Callable[[], float]) -> None:
+        """From now on, without a jump."""
+        with self.paused():
+            self.read = read
 
     def now(self) -> float:
         return self._stopped_at if self._pauses else self.read() + self._offset

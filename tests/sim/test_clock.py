@@ -23,8 +23,7 @@ REQUESTS = 32
 def rig(tmp_path_factory):
     path = tiny("mixtral", tmp_path_factory.mktemp("mixtral"))
     rig = on_sim(path, max_running_requests=REQUESTS, kv_tokens=64 * REQUESTS, max_batch_tokens=256)
-    with rig.sim.clock.paused():
-        rig.sim.clock.read = CountedCalls()
+    rig.sim.clock.take_host_time(CountedCalls())
     yield rig
     rig.built.close()
 
