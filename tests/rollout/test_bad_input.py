@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollout import RolloutClient, SamplingParams
 from rollout.tiny_moe import MODEL_PATH
 from storage import RoutingSpec, SpecMismatchError, StepExistsError, TraceDataset, TraceWriter
+from tests.rollout.threads import no_thread_left
 
 SHORT = SamplingParams(max_tokens=4, seed=0)
 PROMPT = [4, 5, 13, 6, 14]  # 12+3=
-
-
-def threads() -> set[threading.Thread]:
-    """All but the progress bar's, which tqdm starts once and keeps."""
-    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
 def files(root: Path) -> set[str]:
@@ -30,9 +25,8 @@ def files(root: Path) -> set[str]:
 @pytest.fixture
 def nothing_left(tmp_path):
     """After the test no thread is left that was not there before, and the traces folder was never made."""
-    before = threads()
-    yield tmp_path / "traces"
-    assert threads() == before
+    with no_thread_left():
+        yield tmp_path / "traces"
     assert not (tmp_path / "traces").exists()
 
 
@@ -149,19 +143,16 @@ def test_an_option_that_is_unknown_or_out_of_range_is_refused(nothing_left, opti
 
 def test_a_dataset_of_another_model_is_refused_and_not_touched(tmp_path):
     TraceWriter(tmp_path / "t", RoutingSpec.uniform(num_sites=2, num_experts=4, top_k=1)).close()
-    running, before = threads(), files(tmp_path)
-    with pytest.raises(SpecMismatchError, match=str(tmp_path / "t")):
+    before = files(tmp_path)
+    with no_thread_left(), pytest.raises(SpecMismatchError, match=str(tmp_path / "t")):
         RolloutClient.local(MODEL_PATH, traces=tmp_path / "t")
-    assert threads() == running
     assert files(tmp_path) == before
 
 
 def test_a_traces_path_that_is_a_file_is_refused_and_not_touched(tmp_path):
     (tmp_path / "t").write_text("mine")
-    running = threads()
-    with pytest.raises(OSError, match=str(tmp_path / "t")):
+    with no_thread_left(), pytest.raises(OSError, match=str(tmp_path / "t")):
         RolloutClient.local(MODEL_PATH, traces=tmp_path / "t")
-    assert threads() == running
     assert (tmp_path / "t").read_text() == "mine"
 
 
@@ -195,9 +186,9 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def client(shared):
     client, root = shared
-    running, before, forwards = threads(), files(root), client.backend.stats.forwards
-    yield client
-    assert threads() == running
+    before, forwards = files(root), client.backend.stats.forwards
+    with no_thread_left():
+        yield client
     assert files(root) == before
     assert client.backend.stats.forwards == forwards, "a request was started"
     assert TraceDataset(root / "t").steps == []

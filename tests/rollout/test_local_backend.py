@@ -9,6 +9,7 @@ from rollout.backend import SampleRequest
 from rollout.local_backend import LocalBackend
 from rollout.sampling import SamplingParams
 from rollout.tiny_moe import MODEL_PATH
+from tests.rollout.threads import no_thread_left
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, seed=0)
 
@@ -19,11 +20,10 @@ def requests(count: int, params=LONG) -> list[SampleRequest]:
 
 @pytest.fixture
 def backend():
-    before = set(threading.enumerate())
-    backend = LocalBackend(MODEL_PATH, max_running_requests=4)
-    yield backend
-    backend.close()
-    assert set(threading.enumerate()) == before
+    with no_thread_left():
+        backend = LocalBackend(MODEL_PATH, max_running_requests=4)
+        yield backend
+        backend.close()
 
 
 def consume(backend, count: int, answers: list) -> threading.Thread:

@@ -11,6 +11,7 @@ from rollout import RolloutClient, SamplingParams
 from rollout.rewards import RewardRunner
 from rollout.tiny_moe import MODEL_PATH
 from storage import Trace, TraceDataset
+from tests.rollout.threads import no_thread_left, threads
 
 PARAMS = SamplingParams(max_tokens=4, seed=0)
 PROMPTS = ["1+2=", "12+34="]
@@ -98,13 +99,14 @@ def test_an_error_of_the_function_is_raised_with_a_note_that_names_the_sample(ru
 
 
 def test_close_stops_the_thread_of_the_event_loop():
-    before = set(threading.enumerate())
-    scores = RewardRunner(Meeting(1))
-    scores.start(trace()).result(timeout=60)
-    assert len(set(threading.enumerate()) - before) == 1
-    for _ in range(2):
+    before = threads()
+    with no_thread_left():
+        scores = RewardRunner(Meeting(1))
+        scores.start(trace()).result(timeout=60)
+        (started,) = threads() - before
         scores.close()
-        assert set(threading.enumerate()) == before
+        assert not started.is_alive()
+        scores.close()
 
 
 def test_close_cancels_rewards_still_to_come():
