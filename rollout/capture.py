@@ -8,6 +8,7 @@ step order, on every path (sglang#23885), and hands the rows to where they belon
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from rollout.router import watch
 from storage.sites import find_routers
 from storage.trace import RoutingSpec
 
+MOST_LATE = 256  # rows of a request that wait to be put in place together
+
 
 class RequestRoutes:
     """Rows of one request, filled strictly in order; a row that was never written cannot be read.
@@ -33,6 +36,8 @@ class RequestRoutes:
 
     def __init__(self, spec: RoutingSpec, capacity: int) -> None:
         self._rows = np.empty((capacity, *spec.row_shape), spec.dtype)  # absent: no reader gets past `_filled`
+        self._row_bytes = self._rows.itemsize * math.prod(spec.row_shape)
+        self._late: list[bytes] = []  # the last rows, each of a decode, not yet in `_rows`
         self._filled = 0
         self._sealed: int | None = None
 
@@ -43,6 +48,7 @@ class RequestRoutes:
 
     def rows(self, start: int, end: int) -> np.ndarray:
         """Rows `[start, end)` that were written, a view."""
+        self._settle()
         return self._rows[start : min(end, self._filled)]
 
     def extend(self, start: int, rows: np.ndarray, frozen: int = 0) -> None:
@@ -64,15 +70,33 @@ class RequestRoutes:
                 return
         if start != self._filled:
             raise RuntimeError(f"routes of positions {self._filled}..{start} are missing or doubled")
-        self._rows[start : start + len(rows)] = rows
+        if start + len(rows) > len(self._rows):
+            raise ValueError(f"routes of positions {start}..{start + len(rows)}, there is room for {len(self._rows)}")
+        if self._sealed is None and rows.nbytes == self._row_bytes and rows.dtype == self._rows.dtype:
+            self._late.append(rows.tobytes())
+        else:
+            self._settle()
+            self._rows[start : start + len(rows)] = rows
         self._filled += len(rows)
+        if len(self._late) == MOST_LATE:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Put the late rows to the others: many at once take a fraction of the time of one by one."""
+        if self._late:
+            late = np.frombuffer(b"".join(self._late), self._rows.dtype).reshape(-1, *self._rows.shape[1:])
+            self._rows[self._filled - len(late) : self._filled] = late
+            self._late.clear()
 
     def seal(self) -> None:
-        """The request has ended: it has the rows of now. Those of steps in flight serve only who copied its prefix."""
+        """The request has ended: it has the rows of now, which any thread may take. Those of steps in flight serve only
+        who copied its prefix."""
+        self._settle()
         self._sealed = self._filled
 
     def take(self, limit: int | None = None) -> np.ndarray:
         """The first `limit` or all rows, `[rows, sites, K]`; a copy when the sequence ended early: no slack is kept."""
+        self._settle()
         rows = self._rows[: self._filled if self._sealed is None else self._sealed][:limit]
         return rows if len(rows) == len(self._rows) else rows.copy()
 
@@ -143,10 +167,10 @@ class RoutedExpertsOutput:
         rows = self.routed_experts.numpy()
         if self.host_cache is not None:
             self.host_cache[self.out_cache_loc.numpy()] = rows
-        for segment in self.segments:
-            if segment.source is not None:
-                segment.routes.extend(segment.frozen, segment.source.rows(segment.frozen, segment.position))
-            segment.routes.extend(segment.position, rows[segment.start : segment.end], segment.frozen)
+        for start, end, position, routes, _, frozen, source in self.segments:
+            if source is not None:
+                routes.extend(frozen, source.rows(frozen, position))
+            routes.extend(position, rows[start:end], frozen)
 
     def _advance(self, before: RouteState, after: RouteState) -> None:
         if self.state is not before:
@@ -176,15 +200,23 @@ class RoutedExpertsCapturer:
         self._buffer = torch.zeros((max_batch_tokens, *spec.row_shape), dtype=torch.int32, device=self._device)
         self._seen: list[tuple[int, int]] = []
         self._written = [0] * spec.num_sites
+        self._places: tuple[int, int, list[torch.Tensor]] = (0, 0, [])
         self.seconds = 0.0  # of host time, for what is counted
         self.close = watch(model, find_routers(model), self._write)
 
     def _write(self, site: int, ids: torch.Tensor) -> None:
-        begun, start = time.perf_counter(), self._written[site]
-        self._buffer[start : start + len(ids), site, : self.spec.sites[site].top_k] = ids
-        self._written[site] += len(ids)
-        self._seen.append((site, len(ids)))
+        begun, start, count = time.perf_counter(), self._written[site], len(ids)
+        self._places_of(start, count)[site].copy_(ids)
+        self._written[site] += count
+        self._seen.append((site, count))
         self.seconds += time.perf_counter() - begun
+
+    def _places_of(self, start: int, count: int) -> list[torch.Tensor]:
+        """Where each site's ids of these rows go; the same for all sites, and from one decode step to the next."""
+        if self._places[:2] != (start, count):
+            rows, sites = self._buffer[start : start + count], enumerate(self.spec.sites)
+            self._places = (start, count, [rows[:, index, : site.top_k] for index, site in sites])
+        return self._places[2]
 
     @property
     def max_rows(self) -> int:
@@ -208,6 +240,7 @@ class RoutedExpertsCapturer:
         """Make room for steps of `rows` tokens."""
         if rows > self.max_rows:
             self._buffer = lazy_zeros((rows, *self.spec.row_shape), torch.int32, self._device)
+            self._places = (0, 0, [])
 
     def on_forward_end(
         self,

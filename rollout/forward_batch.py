@@ -46,7 +46,9 @@ class ForwardBatch:
     bucket: Bucket | None = None
 
     def to_device(self, stream: Stream) -> ForwardBatch:
-        """Copied without waiting."""
+        """Copied without waiting; on a CPU it is there already."""
+        if stream.device.type == "cpu":
+            return self
         moved: dict[str, Any] = {name: stream.to_device(getattr(self, name)) for name in _STEP_TENSORS}
         sampling = self.sampling and self.sampling.to_device(stream)
         edits = self.edits and self.edits.to_device(stream)
@@ -54,6 +56,20 @@ class ForwardBatch:
         forced = self.forced and self.forced.to_device(stream)
         attention = self.attention.to_device(stream)
         return replace(self, attention=attention, sampling=sampling, edits=edits, forced=forced, **moved)
+
+
+def route_segments(batch: list[Work], spans: list[Span]) -> list[RouteSegment]:
+    """Which rows of a step are whose, of the requests that record theirs. Once per step: see `Request.source`."""
+    return [_segment(work, span) for work, span in zip(batch, spans, strict=True) if work.request.routes is not None]
+
+
+def _segment(work: Work, span: Span) -> RouteSegment:
+    request = work.request
+    assert request.routes is not None
+    source, request.source = request.source, None  # with its first step only
+    return RouteSegment(
+        span.start, span.end, work.start, request.routes, request.request.sample_id, request.frozen, source
+    )
 
 
 _STEP_TENSORS = ("input_ids", "position_ids", "decode_rows", "logits_rows", "sample_rows")

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from rollout.attention_plan import AttentionBatch, Span
-from rollout.capture import RoutedExpertsCapturer, RouteSegment
+from rollout.capture import RoutedExpertsCapturer
 from rollout.cuda_graphs import Bucket, Buckets, GraphRunner, Tensors
+from rollout.decode_steps import DecodeStep
 from rollout.device import CpuStream, Stream
 from rollout.engine_stats import StepSeconds
 from rollout.experts import MIN_ROWS, ROW_MULTIPLE
 from rollout.fast_layers import FastLayers
 from rollout.forced_rows import ForcedRows, RowForcing
-from rollout.forward_batch import ForwardBatch, GenerationBatchResult
+from rollout.forward_batch import ForwardBatch, GenerationBatchResult, route_segments
 from rollout.kv_pool import KVPool
 from rollout.logprobs import TopRows, plan_prompts
 from rollout.own_cache import OwnCacheForward, cache_keyword
@@ -59,6 +60,7 @@ class ModelRunner:
         self.seconds = StepSeconds()
         self._cache_keyword = cache_keyword(model)
         self.batch_invariant = batch_invariant
+        self._decodes: DecodeStep | None = None
         self._counts = TokenCounts(max_running_requests)
         self._last_token = stream.call(
             lambda: torch.zeros(max_running_requests, dtype=torch.int64, device=stream.device)
@@ -134,6 +136,15 @@ class ModelRunner:
 
     def prepare(self, batch: list[Work], rows: int | None = None) -> ForwardBatch:
         """Note everything the step needs; runs on the host. `rows` as the ranks of a group agreed, `rows_for` alone."""
+        following = None if self._decodes is None else self._decodes.next(batch, rows)
+        if following is not None:
+            forward, self._decodes = following
+        else:
+            forward = self._plan(batch, rows)
+            self._decodes = DecodeStep.of(batch, forward)
+        return forward
+
+    def _plan(self, batch: list[Work], rows: int | None) -> ForwardBatch:
         position, slot = flatten(batch)
         ends = np.cumsum([w.length for w in batch])
         spans = [
@@ -168,7 +179,7 @@ class ModelRunner:
             edits=LogitEdits.plan([(i, w.request, w.drawn) for i, w in asking], self._counts),
             top=TopRows.plan([(i, w.request.wanted, w.drawn) for i, w in asking]),
             prompts=prompts,
-            segments=[_segment(w, span) for w, span in zip(batch, spans, strict=True) if w.request.routes is not None],
+            segments=route_segments(batch, spans),
             forced=ForcedRows.plan(forced, len(position) + num_padding),
             bucket=bucket,
         )
@@ -260,14 +271,6 @@ class ModelRunner:
         if self.own_caches is not None:
             return [span.end - span.start for span in batch.spans]
         return [len(batch.input_ids)]
-
-
-def _segment(work: Work, span: Span) -> RouteSegment:
-    request = work.request
-    assert request.routes is not None
-    source, request.source = request.source, None  # with its first step only
-    names = request.request.sample_id, request.frozen
-    return RouteSegment(span.start, span.end, work.start, request.routes, *names, source)
 
 
 def _pad(values: np.ndarray, count: int) -> np.ndarray:

@@ -81,7 +81,7 @@ def watch(model: Any, routers: list[FoundRouter], write: Callable[[int, torch.Te
     undo: list[Callable[[], None]] = []
     for site, (router, returning) in enumerate(zip(routers, _which_return_ids(model, routers), strict=True)):
         make = _hooked if returning else _tapped
-        undo.append(make(router, lambda ids, site=site: write(site, ids)))  # type: ignore[misc]
+        undo.append(make(router, functools.partial(write, site)))
 
     def stop() -> None:
         while undo:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.capture import RequestRoutes, RoutedExpertsOutput, RouteSegment, RouteState
+from rollout.capture import MOST_LATE, RequestRoutes, RoutedExpertsOutput, RouteSegment, RouteState
 from rollout.device import CpuStream, Event
 from rollout.forward_batch import GenerationBatchResult
 from storage import RoutingSpec
@@ -167,6 +167,44 @@ def test_more_rows_than_the_request_can_have_is_an_error():
     with pytest.raises(ValueError):
         routes.extend(0, rows(3))
     assert len(routes.take()) == 0
+
+
+def test_a_row_behind_the_last_is_an_error():
+    routes = RequestRoutes(SPEC, 2)
+    routes.extend(0, rows(2))
+    with pytest.raises(ValueError, match=r"positions 2\.\.3, there is room for 2"):
+        routes.extend(2, rows(1))
+    assert np.array_equal(routes.take(), rows(2))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_rows_of_many_decodes_are_read_in_between(dtype):
+    count = 2 * MOST_LATE + 3
+    routes, whole = RequestRoutes(SPEC, count), (np.arange(4 * count) % 251).astype(np.uint8).reshape(count, 2, 2)
+    buffer = np.empty((1, 2, 2), dtype)
+    for row in range(count):
+        buffer[:] = whole[row]
+        routes.extend(row, buffer)
+        assert routes.filled == row + 1
+        if row in (0, 1, 7, MOST_LATE - 1, MOST_LATE, MOST_LATE + 1):
+            assert np.array_equal(routes.rows(0, row + 1), whole[: row + 1])
+            assert np.array_equal(routes.take(), whole[: row + 1])
+    buffer[:] = 255
+    routes.seal()
+    assert np.array_equal(routes.take(), whole)
+
+
+def test_decodes_and_chunks_keep_their_order():
+    routes, whole = RequestRoutes(SPEC, 9), rows(9)
+    for start, end in [(0, 1), (1, 2), (2, 5), (5, 6), (6, 6), (6, 8), (8, 9)]:
+        routes.extend(start, whole[start:end])
+    assert np.array_equal(routes.take(), whole)
+
+
+def test_a_row_of_another_shape_is_an_error():
+    routes = RequestRoutes(SPEC, 4)
+    with pytest.raises(ValueError, match="broadcast"):
+        routes.extend(0, np.zeros((1, 3, 2), np.uint8))
 
 
 def test_a_sealed_request_ignores_late_rows():
