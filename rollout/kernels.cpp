@@ -8,7 +8,7 @@ extern "C" int omp_get_thread_num(void);   // from the OpenMP library that torch
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 8, AHEAD_BYTES = 8192, AHEAD_ROWS = 16, LINE_BYTES = 64;
+constexpr int64_t MOST_ROWS = 8, AHEAD_BYTES = 8192, AHEAD_KEY_BYTES = 12288, LINE_BYTES = 64;
 
 // sums[r] += elementwise products of LINE_BYTES of `weight` and of `rows` rows of `x`, `step` values apart.
 template <int rows>
@@ -160,13 +160,30 @@ inline void softmax(float *scores, int64_t len) {
     for (int64_t l = 0; l < len; l++) scores[l] *= share;
 }
 
-// Keys or values of one head: `count` rows, `step` values apart. Fetching brings later ones to the second cache.
+// Keys or values of one head: `count` rows, `step` values apart.
 template <typename T> struct Rows {
     const T *at;
     int64_t step, count;
     const T *row(int64_t l) const { return at + (l < count ? l : count - 1) * step; }
-    void fetch(int64_t l, int64_t d) const {
-        if (d * sizeof(T) % LINE_BYTES == 0) __builtin_prefetch(row(l + AHEAD_ROWS) + d, 0, 2);
+};
+
+inline void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
+
+// What is brought to the second cache while a head's next rows are read: as many later ones, `step` bytes apart. Heads
+// that lie side by side share these in the order of memory, which is not that of head after head.
+struct Ahead {
+    const char *at;
+    int64_t step, width;
+    bool side_by_side;
+    Ahead(const void *rows, int64_t step, int64_t heads, int64_t width, int64_t head, int64_t count)
+        : width(width), side_by_side(heads * width == step) {
+        at = (const char *)rows + (side_by_side ? AHEAD_KEY_BYTES + head * count * width
+                                                : AHEAD_KEY_BYTES / (heads * width) * step + head * width);
+        this->step = side_by_side ? width : step;
+    }
+    void fetch_all(int64_t count) const {
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t b = 0; b < width; b += LINE_BYTES) fetch(at + i * step + b);
     }
 };
 
@@ -177,14 +194,14 @@ constexpr int64_t rows_at_once(int together) { return together == 1 ? 1 : 4 * to
 // Scores of `together` queries of one head for the next rows_at_once keys; the last one is repeated.
 template <int together, typename T>
 inline void score(const float *query, const Rows<T> &keys, int64_t dim, float scale, float *scores, int64_t room,
-                  bool fetches) {
+                  const char *next) {
     constexpr int some = together == 1 ? 1 : LANES / together;
     for (int64_t l = 0; l < rows_at_once(together); l += some) {
         Vec sums[together * some] = {};
         for (int64_t d = 0; d < dim; d += LANES)
             for (int i = 0; i < some; i++) {
                 const Vec key = load(keys.row(l + i) + d);
-                if (together > 1 && fetches) keys.fetch(l + i, d);
+                if (together > 1 && next && d * sizeof(T) % LINE_BYTES == 0) fetch(next), next += LINE_BYTES;
                 for (int r = 0; r < together; r++)
                     sums[r * some + i] = fused(load(query + r * dim + d), key, sums[r * some + i]);
             }
@@ -200,8 +217,7 @@ inline void score(const float *query, const Rows<T> &keys, int64_t dim, float sc
 
 // sums += weights * values, of `together` queries of one head over the next rows_at_once values, for `wide` vectors.
 template <int together, int wide, typename T>
-inline void accumulate(const float *weights, int64_t room, const Rows<T> &values, int64_t d, int64_t dim, float *sums,
-                       bool fetches) {
+inline void accumulate(const float *weights, int64_t room, const Rows<T> &values, int64_t d, int64_t dim, float *sums) {
     const int64_t count = values.count < rows_at_once(together) ? values.count : rows_at_once(together);
     Vec sum[together][wide];
     for (int r = 0; r < together; r++)
@@ -209,7 +225,6 @@ inline void accumulate(const float *weights, int64_t room, const Rows<T> &values
     for (int64_t l = 0; l < count; l++)
         for (int i = 0; i < wide; i++) {
             const Vec value = load(values.at + l * values.step + d + i * LANES);
-            if (together > 1 && fetches) values.fetch(l, d + i * LANES);
             for (int r = 0; r < together; r++) sum[r][i] = fused(all(weights[r * room + l]), value, sum[r][i]);
         }
     for (int r = 0; r < together; r++)
@@ -220,24 +235,35 @@ inline void accumulate(const float *weights, int64_t room, const Rows<T> &values
 template <int together, typename T>
 void attend(const float *query, const T *keys, const T *values, int64_t key_step, int64_t value_step, int64_t len,
             int64_t rows, int64_t repeat, int64_t key_dim, int64_t value_dim, float scale, float *scores, float *sums) {
-    const int64_t room = (len + LANES - 1) / LANES * LANES;
-    for (int64_t l = 0; l < len; l += rows_at_once(together))
+    constexpr int64_t some = rows_at_once(together), size = sizeof(T);
+    const int64_t room = (len + LANES - 1) / LANES * LANES, heads = rows / repeat;
+    const auto ahead = [&](const T *first, int64_t step, int64_t dim, int64_t head) {
+        return Ahead(first, step * size, heads, dim * size, head, some);
+    };
+    for (int64_t l = 0; l < len; l += some)
         for (int64_t r = 0; r < rows; r += together) {
-            const Rows<T> left{keys + l * key_step + r / repeat * key_dim, key_step, len - l};
-            score<together>(query + r * key_dim, left, key_dim, scale, scores + r * room + l, room, r % repeat == 0);
+            const int64_t head = r / repeat;
+            const Rows<T> left{keys + l * key_step + head * key_dim, key_step, len - l};
+            const Ahead next = ahead(keys + l * key_step, key_step, key_dim, head);
+            if (together > 1 && r % repeat == 0 && !next.side_by_side) next.fetch_all(some);
+            score<together>(query + r * key_dim, left, key_dim, scale, scores + r * room + l, room,
+                            r % repeat == 0 && next.side_by_side ? next.at : nullptr);
         }
     for (int64_t r = 0; r < rows; r++) softmax(scores + r * room, len);
     memset(sums, 0, rows * value_dim * sizeof *sums);
-    for (int64_t l = 0; l < len; l += rows_at_once(together))
+    for (int64_t l = 0; l < len; l += some)
         for (int64_t r = 0; r < rows; r += together) {
-            const Rows<T> left{values + l * value_step + r / repeat * value_dim, value_step, len - l};
+            const int64_t head = r / repeat;
+            const Rows<T> left{values + l * value_step + head * value_dim, value_step, len - l};
+            const Ahead next = ahead(values + l * value_step, value_step, value_dim, head);
+            if (together > 1 && r % repeat == 0) next.fetch_all(some);
             const float *weights = scores + r * room + l;
             float *to = sums + r * value_dim;
             int64_t d = 0;
             for (; d + 4 * LANES <= value_dim; d += 4 * LANES)
-                accumulate<together, 4>(weights, room, left, d, value_dim, to, r % repeat == 0);
+                accumulate<together, 4>(weights, room, left, d, value_dim, to);
             for (; d < value_dim; d += LANES)
-                accumulate<together, 1>(weights, room, left, d, value_dim, to, r % repeat == 0);
+                accumulate<together, 1>(weights, room, left, d, value_dim, to);
         }
 }
 
