@@ -1,7 +1,6 @@
 """Most steps are decodes of the same requests as in the step before: their inputs are those, one position further.
 
-That takes less than a third of the time that planning a step from its requests does (tests/bench/bench_prepare), and
-the interpreter's lock for as much less: the thread that runs the model needs it between any two kernels.
+That computes for less than a third of the time that planning a step from its requests does (tests/bench/bench_prepare).
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ class DecodeStep(NamedTuple):
     def next(self, batch: list[Work], rows: int | None) -> tuple[ForwardBatch, DecodeStep] | None:
         """The step behind this one, and what the one behind that needs; None when `batch` is not that step. `rows` as
         in `ModelRunner.prepare`."""
+        if not self._precedes(batch, rows):
+            return None
         before = self.forward
-        if len(batch) != len(self.places) or (rows is not None and rows != len(before.input_ids)):
-            return None
-        if _places(batch) != self.places or before.sampling is None:
-            return None
+        assert before.sampling is not None
         count, drawn, slots = len(batch), self.drawn + 1, before.slots + 1
         positions = before.position_ids.clone()
         positions[:count] += 1
@@ -69,6 +67,12 @@ class DecodeStep(NamedTuple):
         )
         after = DecodeStep(_places(batch, further=1), self.keys, drawn, forward)
         return replace(forward, spans=spans, segments=route_segments(batch, spans)), after
+
+    def _precedes(self, batch: list[Work], rows: int | None) -> bool:
+        """Whether `batch` is this step one position further, in as many rows."""
+        if len(batch) != len(self.places) or (rows is not None and rows != len(self.forward.input_ids)):
+            return False
+        return _places(batch) == self.places and all(work.is_decode and work.samples for work in batch)
 
 
 def _places(batch: list[Work], further: int = 0) -> list[Place]:

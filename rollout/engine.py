@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rollout.backend import PauseMode, SampleRequest
-from rollout.capture import RequestRoutes
 from rollout.engine_stats import EngineStats, StepEvent
 from rollout.forward_batch import GenerationBatchResult
 from rollout.lockstep import Lockstep, Turn
@@ -23,6 +22,7 @@ from rollout.model_runner import ModelRunner
 from rollout.parallel import StepShape
 from rollout.request import Request
 from rollout.request_logprobs import RequestLogprobs
+from rollout.request_routes import RequestRoutes
 from rollout.rng import stream_key
 from rollout.scheduler import Scheduler, Work
 from rollout.stops import StopChecker

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.capture import RequestRoutes
 from rollout.request import Request
+from rollout.request_routes import RequestRoutes
 
 
 @dataclass(eq=False)

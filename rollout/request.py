@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rollout.backend import SampleRequest
-from rollout.capture import RequestRoutes
 from rollout.request_logprobs import RequestLogprobs
+from rollout.request_routes import RequestRoutes
 from rollout.stops import StopChecker
 from storage.trace import FinishReason, WeightSpan, expected_rows
 

@@ -40,7 +40,9 @@ def measure(client: RolloutClient, requests: int) -> tuple[float, float]:
 
     runner.prepare = timed
     params = SamplingParams(max_tokens=12, ignore_eos=True, seed=0)
-    client.sample([[3 + i % 12, 4] for i in range(requests)], sampling_params=params)
+    for trace in client.sample([[3 + i % 12, 4] for i in range(requests)], sampling_params=params):
+        if trace.finish_reason != "length":
+            raise RuntimeError(f"nothing was measured: a request ended with {trace.finish_reason}")
     return found
 
 

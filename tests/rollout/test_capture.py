@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.capture import MOST_LATE, RequestRoutes, RoutedExpertsOutput, RouteSegment, RouteState
+from rollout.capture import RoutedExpertsOutput, RouteSegment, RouteState
 from rollout.device import CpuStream, Event
 from rollout.forward_batch import GenerationBatchResult
+from rollout.request_routes import MOST_LATE, RequestRoutes
 from storage import RoutingSpec
 
 SPEC = RoutingSpec.uniform(num_sites=2, num_experts=8, top_k=2)
@@ -201,10 +202,13 @@ def test_decodes_and_chunks_keep_their_order():
     assert np.array_equal(routes.take(), whole)
 
 
-def test_a_row_of_another_shape_is_an_error():
+@pytest.mark.parametrize("shape", [(1, 3, 2), (4,), (1, 4, 1), (2, 2)])
+def test_a_row_of_another_shape_is_never_read_as_one(shape):
+    """Also when it has as many bytes."""
     routes = RequestRoutes(SPEC, 4)
-    with pytest.raises(ValueError, match="broadcast"):
-        routes.extend(0, np.zeros((1, 3, 2), np.uint8))
+    with pytest.raises(ValueError, match=r"a row has \(2, 2\)"):
+        routes.extend(0, np.ones(shape, np.uint8))
+    assert len(routes.take()) == 0
 
 
 def test_a_sealed_request_ignores_late_rows():

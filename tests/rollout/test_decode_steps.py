@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from rollout import RolloutClient, SamplingParams
+from rollout.scheduler import Work
 from rollout.tiny_moe import MODEL_PATH
-from tests.rollout.probes import greedy, parts_of
+from tests.rollout.probes import greedy, parts_of, wait_until
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -42,19 +46,31 @@ class Compared:
     """Plans each step of a client's engine anew, too."""
 
     def __init__(self, client: RolloutClient) -> None:
+        _, self.scheduler, _ = parts_of(client)
         self.runner = parts_of(client)[0]._runner
-        self.prepare = self.runner.prepare
-        self.runner.prepare = self
         self.followed: list[bool] = []
         """Of each step, whether it was made from the one before."""
+        self.moves = 0
+        self._prepare, self._plan, self._move = self.runner.prepare, self.runner._plan, self.runner.move_slots
+        self._planned = False
+        self.runner.prepare, self.runner._plan, self.runner.move_slots = self.prepare, self.plan, self.move
 
-    def __call__(self, batch: list[Any], rows: int | None = None) -> Any:
-        before = self.runner._decodes
-        follows = before is not None and before.next(batch, rows) is not None
-        found = self.prepare(batch, rows)
-        self.followed.append(follows)
-        if follows:
-            assert_equal(found, self.runner._plan(batch, rows), f"step {len(self.followed)}")
+    def plan(self, batch: list[Work], rows: int | None) -> Any:
+        self._planned = True
+        return self._plan(batch, rows)
+
+    def move(self, *place: int) -> None:
+        self.moves += 1
+        self._move(*place)
+
+    def prepare(self, batch: list[Work], rows: int | None = None) -> Any:
+        self._planned = False
+        sources = [work.request.source for work in batch]
+        found = self._prepare(batch, rows)
+        self.followed.append(not self._planned)
+        for work, source in zip(batch, sources, strict=True):
+            work.request.source = source  # planning takes it
+        assert_equal(found, self._plan(batch, rows), f"step {len(self.followed)}")
         return found
 
 
@@ -68,16 +84,34 @@ def client(request: pytest.FixtureRequest) -> Iterator[RolloutClient]:
 
 PLAIN: dict[str, Any] = {"max_running_requests": 4}
 PADDED = {**PLAIN, "batch_invariant": True}
-CROWDED = {**PLAIN, "kv_tokens": 48, "max_batch_tokens": 16}  # requests grow, move, yield and come back
+CACHED = {**PLAIN, "prefix_cache": True}
+MOVED = {**PLAIN, "kv_tokens": 100}
+CROWDED = {**PLAIN, "kv_tokens": 48, "max_batch_tokens": 16}
 
 
-@pytest.mark.parametrize("client", [PLAIN, PADDED, CROWDED], indirect=True, ids=["plain", "padded", "crowded"])
-def test_a_step_made_from_the_one_before_is_the_one_planned_from_its_requests(client: RolloutClient) -> None:
+def sampled(client: RolloutClient) -> Compared:
+    """Six requests of different lengths, each prompt twice."""
     compared = Compared(client)
     params = [SamplingParams(max_tokens=6 + 3 * i, ignore_eos=True, seed=i, top_p=1 - i / 10) for i in range(6)]
-    client.sample(prompts(6), sampling_params=params)
+    client.sample(prompts(3) * 2, sampling_params=params)
     assert sum(compared.followed) > len(compared.followed) // 3
     assert not all(compared.followed[1:])
+    return compared
+
+
+@pytest.mark.parametrize("client", [PLAIN, PADDED, CACHED], indirect=True, ids=["plain", "padded", "cached"])
+def test_a_step_made_from_the_one_before_is_the_one_planned_from_its_requests(client: RolloutClient) -> None:
+    sampled(client)
+
+
+@pytest.mark.parametrize("client", [MOVED], indirect=True)
+def test_requests_that_move_are_read_at_their_new_slots(client: RolloutClient) -> None:
+    assert sampled(client).moves > 0
+
+
+@pytest.mark.parametrize("client", [CROWDED], indirect=True)
+def test_requests_that_yield_come_back_in_a_step_that_is_planned(client: RolloutClient) -> None:
+    assert sampled(client).scheduler.preemptions > 0
 
 
 @pytest.mark.parametrize("client", [PLAIN], indirect=True)
@@ -92,26 +126,38 @@ def test_a_draw_that_needs_more_is_planned_from_its_request(client: RolloutClien
 
 @pytest.mark.parametrize("client", [PLAIN], indirect=True)
 def test_nothing_of_a_request_that_ended_is_kept(client: RolloutClient) -> None:
+    seen: list[weakref.ref[Any]] = []
+    runner = parts_of(client)[0]._runner
+    prepare = runner.prepare
+
+    def noted(batch: list[Work], rows: int | None = None) -> Any:
+        seen.extend(weakref.ref(kept) for work in batch for kept in (work.request, work.request.routes))
+        return prepare(batch, rows)
+
+    runner.prepare = noted
     client.sample(prompts(3), sampling_params=greedy(8))
-    kept = parts_of(client)[0]._runner._decodes
-    assert kept is not None
-    assert kept.forward.segments == []
-    assert kept.forward.spans == []
+    assert runner._decodes is not None
+    assert seen
+    wait_until(lambda: gc.collect() >= 0 and all(ref() is None for ref in seen))
 
 
 @pytest.mark.parametrize("client", [PLAIN], indirect=True)
-def test_another_request_in_the_same_place_does_not_follow(client: RolloutClient) -> None:
-    """Same row, slots and positions, in the step right behind: only who it is differs."""
-    batches: list[Any] = []
+def test_only_the_same_requests_one_position_further_follow(client: RolloutClient) -> None:
+    batches: list[list[Work]] = []
     runner = parts_of(client)[0]._runner
     prepare = runner.prepare
     runner.prepare = lambda batch, rows=None: batches.append(batch) or prepare(batch, rows)
     client.sample(prompts(1), sampling_params=greedy(8))
-    step = runner._decodes
-    work = batches[-1][0]
-    following = work._replace(start=work.start + 1)
-    for change in ({}, {"arrival": 77}, {"row": 3}, {"slot": 64}):
-        request = dataclasses.replace(work.request, **{"row": step.places[0][1], **change})
-        assert (step.next([following._replace(request=request)], None) is None) == bool(change)
-    assert step.next([following, following], None) is None
-    assert step.next([following], 32) is None
+    step, ended = runner._decodes, batches[-1][0]
+    work = ended._replace(start=ended.start + 1, request=replace(ended.request, row=step.places[0][1]))
+    assert step.next([work], None) is not None
+    assert step.next([work], rows=1) is not None
+    for change in ({"arrival": 77}, {"row": 3}, {"slot": 64}):
+        assert step.next([work._replace(request=replace(work.request, **change))], None) is None
+    read_from_host = replace(work.request)
+    read_from_host.known = work.start + 1
+    assert step.next([work._replace(request=read_from_host)], None) is None
+    for other in (ended, work._replace(start=work.start + 1), work._replace(samples=False)):
+        assert step.next([other], None) is None
+    assert step.next([work, work], None) is None
+    assert step.next([work], rows=32) is None
