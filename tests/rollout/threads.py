@@ -15,17 +15,21 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
+def ours(among: set[threading.Thread]) -> set[threading.Thread]:
+    return {thread for thread in among if thread.name.startswith(OURS)}
+
+
 @contextlib.contextmanager
 def no_thread_left() -> Iterator[None]:
-    """No thread is left that was not there before: ours at once, a library's soon.
+    """No thread is left that was not there before: at once the same ones of ours run, a library's end soon.
 
     transformers does not wait for the threads that it loads weights with; they may end after a load returns.
     """
     before = threads()
     yield
-    left = threads() - before
-    assert not {thread for thread in left if thread.name.startswith(OURS)}
+    after = threads()
+    assert ours(after) == ours(before)
     end = time.monotonic() + 60
-    for thread in left:
+    for thread in after - before:
         thread.join(max(0.0, end - time.monotonic()))
-    assert not {thread for thread in left if thread.is_alive()}
+    assert not {thread for thread in after - before if thread.is_alive()}
